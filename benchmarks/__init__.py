@@ -1,0 +1,1 @@
+"""Measurements: one command measures and writes CSV rows with their provenance, another only draws from CSV."""

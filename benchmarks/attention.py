@@ -1,0 +1,210 @@
+"""Speed of the attention forward on a GPU, beside what else is there, all in one process.
+
+python -m benchmarks.attention [--dtypes bf16 fp16] [--head-dims 64 128 256] [--lengths 512 ... 16384] [--out CSV]
+
+16k tokens in all, hidden size 2048. In each cell every provider is first checked against float64 on sampled rows; one
+that is wrong is not timed. Then two rounds, the second in opposite order: each provider runs 180 ms of its own kernel,
+then 100 ms are timed, with inputs rotated past the L2 cache. FLOPs = 4 B H L S D, half of it for causal.
+Rows of metric tflops (median, p20, p80 over calls), sm_mhz, watts, tflop_per_joule and relative_error; a provider that
+can't be imported or refuses the problem has a row of metric absent, with the reason as its value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn_lite
+from benchmarks.progress import Progress
+from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.timing import Timing, median, sustained
+
+Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+TOKENS, HIDDEN = 16384, 2048
+CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
+WARM_MS, TIMED_MS = 180.0, 100.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Relative norm against float64 on sampled rows. Fused peers are at a quarter of eps; at one eps something is wrong.
+LARGEST_ERROR_EPS = 1.0
+
+
+def ours(backend: str) -> Call:
+    return lambda q, k, v, causal: flashattn_lite.attention(q, k, v, causal=causal, backend=backend)  # type: ignore
+
+
+def sdpa(backend: SDPBackend) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
+def flex() -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    masks: dict[tuple[int, bool], Any] = {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        length = q.shape[2]
+        if (length, causal) not in masks:
+            rule = lambda b, h, i, j: i >= j
+            masks[length, causal] = create_block_mask(rule, None, None, length, length) if causal else None
+        return compiled(q, k, v, block_mask=masks[length, causal])
+
+    return call
+
+
+def flash_attention(module: str, name: str) -> Call:
+    """Dao's packages take (batch, length, heads, dim)."""
+    function = getattr(importlib.import_module(module), name)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+PROVIDERS: dict[str, Callable[[], Call]] = {
+    "flashattn_lite": lambda: ours("auto"),
+    "flashattn_lite-triton": lambda: ours("triton"),
+    "sdpa-cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    "flex": flex,
+    "fa2": lambda: flash_attention("flash_attn", "flash_attn_func"),
+    "fa3": lambda: flash_attention("flash_attn_interface", "flash_attn_func"),
+    "fa4": lambda: flash_attention("flash_attn.cute", "flash_attn_func"),
+}
+
+
+def relative_error(call: Call, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
+    """Norm of the error against float64, over the norm, on 64 rows of the first and last head."""
+    out = call(q, k, v, causal)
+    length = q.shape[2]
+    rows = torch.linspace(0, length - 1, 64, device=q.device).long()
+    wrong = right = 0.0
+    for b, h in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
+        scores = q[b, h, rows].double() @ k[b, h].double().T / q.shape[-1] ** 0.5
+        if causal:
+            scores = scores.masked_fill(torch.arange(length, device=q.device) > rows[:, None], float("-inf"))
+        exact = torch.softmax(scores, -1) @ v[b, h].double()
+        wrong += (out[b, h, rows].double() - exact).square().sum().item()
+        right += exact.square().sum().item()
+    return (wrong / right) ** 0.5
+
+
+def measure_cell(
+    calls: dict[str, Call], head_dim: int, length: int, dtype: torch.dtype, causal: bool, absent: dict[str, str]
+) -> dict[str, tuple[Timing, float]]:
+    """(timing, error) of each provider that is right; the others' reasons go into `absent`."""
+    shape = (max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim)
+    one_set = 3 * 2 * TOKENS * HIDDEN
+    sets = [
+        tuple(torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+        for _ in range(max(2, -(-CACHE_BYTES // one_set)))
+    ]
+    done: dict[str, tuple[Timing, float]] = {}
+    for name, call in calls.items():
+        try:
+            error = relative_error(call, *sets[0], causal)
+        except Exception as refusal:
+            absent[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:120]}"
+            continue
+        if not error <= LARGEST_ERROR_EPS * torch.finfo(dtype).eps:
+            absent[name] = f"wrong: relative error {error:.2e}"
+            continue
+        done[name] = Timing(), error
+    for order in (list(done), list(done)[::-1]):
+        for name in order:
+            run = lambda i, call=calls[name]: call(*sets[i % len(sets)], causal)
+            done[name][0].add(sustained(run, WARM_MS, TIMED_MS))
+    return done
+
+
+def rows_of(cell: dict[str, Any], flop: float, name: str, timing: Timing, error: float) -> list[dict[str, Any]]:
+    rate = lambda milliseconds: flop / milliseconds / 1e9
+    row = {**cell, "provider": name}
+    tflops = rate(timing.quantile(0.5))
+    rows = [
+        {**row, "metric": "tflops", "median": f"{tflops:.1f}",
+         "p20": f"{rate(timing.quantile(0.8)):.1f}", "p80": f"{rate(timing.quantile(0.2)):.1f}"},
+        {**row, "metric": "relative_error", "median": f"{error:.2e}"},
+    ]  # fmt: skip
+    if timing.joules:
+        rows.append({**row, "metric": "sm_mhz", "median": f"{median(timing.megahertz):.0f}"})
+        rows.append({**row, "metric": "watts", "median": f"{timing.watts:.0f}"})
+        rows.append({**row, "metric": "tflop_per_joule", "median": f"{flop / 1e12 / timing.joules_per_call:.3f}"})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 16384])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "attention.csv")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")
+    calls, missing = {}, {}
+    for name in options.providers:
+        try:
+            calls[name] = PROVIDERS[name]()
+        except Exception as reason:
+            missing[name] = f"{type(reason).__name__}: {reason}"
+    torch.manual_seed(0)
+    cells = [
+        (dtype, dim, causal, length)
+        for dtype in options.dtypes for dim in options.head_dims for causal in (True, False)
+        for length in options.lengths
+    ]  # fmt: skip
+    provenance = row_provenance("cuda")
+    rows: list[dict[str, Any]] = [
+        {**provenance, "op": "attention_forward", "provider": name, "metric": "absent", "median": why}
+        for name, why in missing.items()
+    ]
+    with Progress(len(cells)) as bar:
+        for number, (dtype, dim, causal, length) in enumerate(cells):
+            bar.show(number, f"{dtype} head dim {dim} length {length} {'causal' if causal else 'full'}")
+            heads, batch = HIDDEN // dim, max(1, TOKENS // length)
+            cell = {**provenance, "op": "attention_forward", "batch": batch, "heads_q": heads, "heads_kv": heads,
+                    "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim, "dtype": dtype,
+                    "causal": causal}  # fmt: skip
+            absent: dict[str, str] = {}
+            done = measure_cell(calls, dim, length, DTYPES[dtype], causal, absent)
+            flop = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
+            for name, (timing, error) in done.items():
+                rows += rows_of(cell, flop, name, timing, error)
+            rows += [{**cell, "provider": n, "metric": "absent", "median": why} for n, why in absent.items()]
+            print_cell(cell, done, flop)
+            write_rows(options.out, rows)
+    for name, why in missing.items():
+        print(f"absent: {name}: {why}")
+    print(f"rows: {options.out}")
+
+
+def print_cell(cell: dict[str, Any], done: dict[str, tuple[Timing, float]], flop: float) -> None:
+    kind = "causal" if cell["causal"] else "full"
+    parts = []
+    for name, (timing, _) in done.items():
+        rate = flop / timing.quantile(0.5) / 1e9
+        joules = timing.joules_per_call
+        energy = f", {flop / 1e12 / joules:.2f} TFLOP/J" if joules else ""
+        parts.append(f"{name} {rate:.0f} ({median(timing.megahertz):.0f} MHz{energy})")
+    print(f"{cell['dtype']} d{cell['head_dim']} {kind} {cell['len_q']}: " + ", ".join(parts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Attention on the CPU, ours and torch's, interleaved in one process: `python -m benchmarks.cpu [--csv PATH]`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashattn_lite
+from benchmarks.provenance import RESULTS, row_provenance, write_rows
+
+THREADS = 2
+SHAPES = [(1, 8, length, 64) for length in (1024, 2048, 4096, 8192)] + [(32, 8, 128, 32)]  # batch, heads, length, dim
+ROUNDS = 7
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    out = flashattn_lite.attention(q, k, v, causal=causal, backend="tiled")
+    assert isinstance(out, Tensor)
+    return out
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+PROVIDERS: dict[str, Attention] = {
+    "flashattn_lite": ours,
+    "torch": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+}
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """A result is timed after it is checked: the last rows against the definition in float64."""
+    rows = min(64, q.shape[2])
+    scores = q[:, :, -rows:].double() @ k.double().mT / q.shape[3] ** 0.5
+    if causal:
+        hidden = torch.ones(rows, k.shape[2], dtype=torch.bool).triu(k.shape[2] - rows + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+    want = scores.softmax(-1) @ v.double()
+    for name, attention in PROVIDERS.items():
+        error = (attention(q, k, v, causal)[:, :, -rows:] - want).abs().max().item()
+        # float32 sums of weights that add up to 1 and values of size 5 err by some 1e-6.
+        assert error < 1e-5, f"{name} is wrong by {error}"
+
+
+def measure(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, list[float]]:
+    """Milliseconds by provider, one sample a round, the providers in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in PROVIDERS}
+    for _ in range(ROUNDS):
+        for name, attention in PROVIDERS.items():
+            start = time.perf_counter()
+            attention(q, k, v, causal)
+            samples[name].append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def measure_all(shapes: list[tuple[int, int, int, int]]) -> Iterator[dict[str, object]]:
+    """CSV rows; the table is printed on the way."""
+    provenance = row_provenance("cpu")
+    print(f"{provenance['gpu']}, torch {provenance['torch']}, float32, median (least) of {ROUNDS} in ms")
+    print(
+        f"{'B':>3} {'H':>3} {'L':>5} {'D':>4} causal "
+        + " ".join(f"{name:>20}" for name in PROVIDERS)
+        + "  torch / ours"
+    )
+    for batch, heads, length, dim in shapes:
+        q, k, v = (torch.randn(batch, heads, length, dim) for _ in range(3))
+        for causal in (False, True):
+            check(q, k, v, causal)
+            samples = measure(q, k, v, causal)
+            cells = [f"{statistics.median(times):11.2f} ({min(times):6.2f})" for times in samples.values()]
+            ratio = statistics.median(samples["torch"]) / statistics.median(samples["flashattn_lite"])
+            least = min(samples["torch"]) / min(samples["flashattn_lite"])
+            line = f"{batch:3} {heads:3} {length:5} {dim:4} {causal!s:>6} " + " ".join(f"{cell:>20}" for cell in cells)
+            print(line + f"  {ratio:.2f} ({least:.2f})", flush=True)
+            for name, times in samples.items():
+                p20, median, p80 = (sorted(times)[round(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
+                yield {
+                    **provenance, "op": "forward", "provider": name, "batch": batch, "heads_q": heads,
+                    "heads_kv": heads, "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim,
+                    "dtype": "float32", "causal": causal, "metric": "ms", "median": f"{median:.4f}",
+                    "p20": f"{p20:.4f}", "p80": f"{p80:.4f}",
+                }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, nargs="?", const=RESULTS / "cpu.csv", help="write rows there")
+    parser.add_argument("--longest", type=int, default=8192, help="leave longer sequences out")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    rows = list(measure_all([shape for shape in SHAPES if shape[2] <= options.longest]))
+    if options.csv is not None:
+        write_rows(options.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

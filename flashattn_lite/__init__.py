@@ -1,0 +1,18 @@
+"""Fused attention: a drop-in for scaled_dot_product_attention, a native call with every option, and the online softmax."""
+
+from flashattn_lite.api import attention, attention_varlen, explain, merge_attention
+from flashattn_lite.sdpa import scaled_dot_product_attention
+from flashattn_lite.softmax import merge_softmax_stats, online_softmax, softmax_stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "explain",
+    "merge_attention",
+    "merge_softmax_stats",
+    "online_softmax",
+    "scaled_dot_product_attention",
+    "softmax_stats",
+]

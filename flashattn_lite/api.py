@@ -1,0 +1,280 @@
+"""What a user calls: attention, attention_varlen, merge_attention, explain. Checks at the door, then one op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import arguments, dispatch, ops, state
+from flashattn_lite.errors import type_error, value_error
+from flashattn_lite.problem import Inputs, describe
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    q_start: int | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Fused attention, softmax(scores) v, without ever holding the L x S scores.
+
+    For each batch b, query head h and query i, over the keys j that are visible to it:
+
+        scores_j = q_i . k_j * scale        then softcap * tanh(scores_j / softcap), then + mask_ij
+        lse      = log(sum_j exp(scores_j) + exp(sinks_h))
+        out      = sum_j exp(scores_j - lse) v_j
+
+    Args:
+        q: `(B, Hq, L, D)`, float16, bfloat16, float32 (float64 on the tiled backend), any strides.
+        k: `(B, Hkv, S, D)`, q's dtype and device. Hq is a multiple of Hkv; head h reads key head h // (Hq / Hkv).
+        v: `(B, Hkv, S, Dv)`. D and Dv are any integers from 1 to 256; L and S any, 0 too.
+        causal: key j is visible to query i iff `j <= i + q_start`.
+        q_start: position of query 0 among the keys; default `S - L` (with kv_lens: `kv_lens[b] - L`), which aligns
+            the last query with the last key. 0 is torch's `is_causal`.
+        window: `(left, right)`: key j is visible iff `i + q_start - left <= j <= i + q_start + right`;
+            None leaves a side unbounded.
+        scale: default `1 / sqrt(D)`.
+        softcap: in units of scaled scores, greater than 0.
+        mask: bool (True = visible) or float (added to the scaled scores), broadcastable to `(B, Hq, L, S)`,
+            read by its strides and never expanded in memory. Composes with causal and window.
+        sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
+        kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
+        return_lse: also return lse.
+        backend: "auto", or "triton", "tiled": that one runs or a `BackendError` says why not.
+
+    Returns:
+        out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.
+        A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
+
+    Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
+    dtype for their product with v. A NaN or infinity reaches the rows that see it and no other. A row's bits do not
+    depend on the batch, the other rows or the number of repeats. Differentiable in q, k, v, sinks and a float mask,
+    with memory linear in L and S; gradients have no gradients of their own.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.
+
+    Source: Dao, FlashAttention-2, arXiv 2307.08691; Milakov and Gimelshein, arXiv 1805.02867.
+
+    Example:
+        >>> q = torch.randn(1, 8, 5, 64); k = v = torch.randn(1, 2, 100, 64)
+        >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 8, 5, 64]), torch.Size([1, 8, 5]))
+    """
+    arguments.check_dense(q, k, v)
+    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
+    arguments.check_mask(mask, q, k.shape[2])
+    arguments.check_sinks(sinks, q)
+    arguments.check_kv_lens(kv_lens, q, q.shape[0])
+    dispatch.check_backend(backend)
+    inputs = Inputs(q, k, v, mask, sinks, kv_lens)
+    out, lse = ops.attention(*inputs, *_options(q, causal, q_start, window, scale, softcap), None, None, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    q_start: int | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""`attention` over packed sequences: sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`, no padding.
+
+    Args:
+        q: `(total_q, Hq, D)`; k: `(total_k, Hkv, D)`; v: `(total_k, Hkv, Dv)`; dtypes and strides as in `attention`.
+        cu_seqlens_q, cu_seqlens_k: `(batch + 1,)` int32 on q's device, from 0 to the total, not decreasing.
+            Their values are checked on the CPU; on a GPU they are clamped into the tensors by the kernel, so that
+            a wrong table can give a wrong result for a sequence but never an access outside.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths; given, a GPU call never waits for the device.
+            Rows of a sequence past max_seqlen_q are not computed on a GPU (they read as 0, lse -inf).
+        kv_lens: `(batch,)` int32: keys of sequence b from `kv_lens[b]` on do not exist.
+        causal, q_start, window, scale, softcap, sinks, return_lse, backend: as in `attention`, for each sequence.
+
+    Returns:
+        out `(total_q, Hq, Dv)`, or `(out, lse)` with lse float32 `(Hq, total_q)`. A row that sees no key, and a row
+        that no sequence covers, has out 0 and lse -inf.
+
+    Numerics, gradients: as `attention`; the backward pass reads cu_seqlens on the host.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.
+
+    Source: as `attention`.
+
+    Example:
+        >>> x = torch.randn(7, 4, 32)
+        >>> cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> attention_varlen(x, x, x, cu, cu, causal=True).shape
+        torch.Size([7, 4, 32])
+    """
+    arguments.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
+    arguments.check_sinks(sinks, q)
+    arguments.check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
+    dispatch.check_backend(backend)
+    inputs = Inputs(q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    options = _options(q, causal, q_start, window, scale, softcap)
+    out, lse = ops.attention(*inputs, *options, max_seqlen_q, max_seqlen_k, backend)
+    return (out, lse) if return_lse else out
+
+
+def _options(
+    q: Tensor, causal: bool, q_start: int | None, window: Window | None, scale: float | None, softcap: float | None
+) -> tuple[Any, ...]:
+    """The number options in the op's order, defaults filled in."""
+    left, right = window or (None, None)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return causal, q_start, left, right, scale, None if softcap is None else float(softcap)
+
+
+def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    r"""Attention over the union of disjoint key sets, from `(out, lse)` over each.
+
+        lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
+
+    Args:
+        parts: one or more pairs as `attention(..., return_lse=True)` or `attention_varlen` return them, all of the
+            same shapes: out `(B, Hq, L, Dv)` with lse `(B, Hq, L)`, or packed `(total, Hq, Dv)` with `(Hq, total)`.
+            A sink must enter one part only.
+
+    Returns:
+        (out, lse) in the shapes and out-dtype of the parts; lse float32 (float64 if the parts' are).
+        A part whose row saw nothing (lse -inf) is the identity, whatever its out holds.
+
+    Numerics: associative and commutative up to rounding; computed in float32. Differentiable.
+
+    Raises:
+        ValueError, TypeError: naming the part.
+
+    Source: the softmax state's merge, docs/theory.md.
+
+    Example:
+        >>> q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 10, 8)
+        >>> parts = [attention(q, x, x, return_lse=True) for x in k.split(6, dim=2)]
+        >>> torch.allclose(merge_attention(parts)[0], attention(q, k, k), atol=1e-6)
+        True
+    """
+    if not isinstance(parts, Sequence) or not parts:
+        raise value_error(
+            "parts", "must be a sequence of at least one (out, lse) pair", parts, "Wrap the pair in a list."
+        )
+    for i, part in enumerate(parts):
+        _check_part(i, part, parts[0])
+    dtype = parts[0][0].dtype
+    (out, lse), *others = parts
+    packed = lse.shape != out.shape[:-1]
+    acc, lse = out.to(torch.promote_types(dtype, torch.float32)), lse.to(torch.promote_types(lse.dtype, torch.float32))
+    acc = torch.where(_rows(lse == -torch.inf, packed), 0.0, acc)
+    for out_b, lse_b in others:
+        acc, lse = _merge_two(acc, lse, out_b, lse_b.to(lse.dtype), packed)
+    return acc.to(dtype), lse
+
+
+def _merge_two(acc_a: Tensor, lse_a: Tensor, acc_b: Tensor, lse_b: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """state.merge of two finished parts: a finished part is the state with m_i = lse and l_i = 1 (0 if empty)."""
+    empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
+    l_a, l_b = (~empty_a).to(lse_a.dtype), (~empty_b).to(lse_b.dtype)
+    m_i, l_i, alpha_a, alpha_b = state.merge(lse_a * state.LOG2E, l_a, lse_b * state.LOG2E, l_b)
+    l_i = torch.where(empty_a & empty_b, 1.0, l_i)  # the weights are 0 anyway, and the gradient stays finite
+    inv_l, lse = state.finish(m_i, l_i)
+    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse))  # the identity, to the last bit
+    weight_a, weight_b = (_rows(alpha * inv_l, packed) for alpha in (alpha_a, alpha_b))
+    acc_b = torch.where(_rows(empty_b, packed), 0.0, acc_b.to(acc_a.dtype))
+    return acc_a * weight_a + acc_b * weight_b, lse
+
+
+def _rows(per_row: Tensor, packed: bool) -> Tensor:
+    """A value per row, shaped to scale out's rows; packed lse is (H, total) where out is (total, H, Dv)."""
+    return (per_row.transpose(0, 1) if packed else per_row).unsqueeze(-1)
+
+
+def _check_part(i: int, part: Any, first: Any) -> None:
+    name = f"parts[{i}]"
+    if not isinstance(part, (tuple, list)) or len(part) != 2 or not all(isinstance(x, Tensor) for x in part):
+        raise type_error(name, "must be a pair of tensors (out, lse)", part, "Call attention with return_lse=True.")
+    out, lse = part
+    for what, x in (("out", out), ("lse", lse)):
+        arguments.check_float_tensor(f"{name} {what}", x)
+    packed = out.dim() == 3 and lse.shape == (out.shape[1], out.shape[0])
+    if lse.shape != out.shape[:-1] and not packed:
+        relation = f"lse must have one value per row of out {tuple(out.shape)}"
+        raise value_error(name, relation, lse, "Pass the lse that came with this out.")
+    if out.shape != first[0].shape or lse.shape != first[1].shape:
+        raise value_error(name, f"out must have the shape of parts[0]'s {tuple(first[0].shape)}", out, "Same queries.")
+    if out.dtype != first[0].dtype or out.device != first[0].device:
+        raise type_error(name, "out must have the dtype and device of parts[0]'s", out, "Cast or move it.")
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    q_start: int | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> dispatch.Explanation:
+    """Which backend and tile `attention` would run with these arguments, and for every other the reasons why not.
+
+    Args:
+        As `attention`. Nothing is computed.
+
+    Returns:
+        An `Explanation`: `.backend`, `.tile`, `.target`, `.reasons` (a dict of lists, empty where a backend would
+        run); `print` shows it as a table.
+
+    Raises:
+        What `attention` would raise for these arguments.
+
+    Example:
+        >>> x = torch.randn(1, 2, 8, 16)
+        >>> explain(x, x, x, backend="tiled").backend
+        'tiled'
+    """
+    arguments.check_dense(q, k, v)
+    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
+    arguments.check_mask(mask, q, k.shape[2])
+    arguments.check_sinks(sinks, q)
+    arguments.check_kv_lens(kv_lens, q, q.shape[0])
+    dispatch.check_backend(backend)
+    options = _options(q, causal, q_start, window, scale, softcap)
+    names = ops.OPTION_NAMES[: len(options)]
+    problem = describe(Inputs(q, k, v, mask, sinks, kv_lens), **dict(zip(names, options, strict=True)))
+    return dispatch.explain(problem, backend)

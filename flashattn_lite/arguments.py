@@ -1,0 +1,231 @@
+"""The door: every argument is checked here, once, before anything is allocated or launched. Never reads a GPU tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.errors import not_implemented, type_error, value_error
+
+MAX_HEAD_DIM = 256
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QKV = ("q", "k", "v")
+
+
+def check_float_tensor(name: str, x: object) -> None:
+    """A dense real floating tensor of a dtype that we compute in."""
+    if not isinstance(x, Tensor):
+        raise type_error(name, "must be a torch.Tensor", x, "Convert it with torch.as_tensor.")
+    if x.is_nested or x.layout != torch.strided:
+        raise type_error(name, "must be a dense strided tensor", x.layout, "Call .to_dense(), or pack ragged batches.")
+    if x.is_complex():
+        raise type_error(name, "must be real", x, "Attention of complex numbers is not defined here; split re and im.")
+    if x.dtype not in FLOAT_DTYPES:
+        raise type_error(name, "dtype must be float16, bfloat16, float32 or float64", x, "Cast it first.")
+
+
+def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str) -> None:
+    """Kind, rank, dtype, device, head dims and grouping; the lengths and batches are the caller's."""
+    for name, x in zip(names, (q, k, v), strict=True):
+        check_float_tensor(name, x)
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    rank = layout.count(",") + 1
+    for name, x in zip(names, (q, k, v), strict=True):
+        if x.dim() != rank:
+            raise value_error(name, f"must have {rank} dimensions {layout}", x, "Add or remove dimensions.")
+    nq, nk, nv = names
+    for name, x in ((nk, k), (nv, v)):
+        if x.dtype != q.dtype:
+            raise type_error(name, f"dtype must equal {nq}'s ({_dtype(q)})", x, f"Cast with {name}.to({nq}.dtype).")
+        if x.device != q.device:
+            raise value_error(name, f"must be on {nq}'s device ({q.device})", x, f"Move it: {name}.to({nq}.device).")
+    check_head_dims(q, k, v, names)
+    check_heads(q, k, v, names, axis=rank - 3 if rank == 4 else 1)
+
+
+def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> None:
+    nq, nk, nv = names
+    for name, x in ((nq, q), (nv, v)):
+        if x.shape[-1] < 1:
+            raise value_error(name, "head dim (the last) must be at least 1", x, "Give it one.")
+        if x.shape[-1] > MAX_HEAD_DIM:
+            raise not_implemented(name, f"head dim must be at most {MAX_HEAD_DIM}", x, "Split the head.")
+    if k.shape[-1] != q.shape[-1]:
+        raise value_error(nk, f"head dim must equal {nq}'s ({q.shape[-1]})", k, "Both enter one dot product.")
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], axis: int) -> None:
+    nq, nk, nv = names
+    if v.shape[axis] != k.shape[axis]:
+        raise value_error(nv, f"must have as many heads as {nk} ({k.shape[axis]})", v, "Each key has one value.")
+    heads_q, heads_kv = q.shape[axis], k.shape[axis]
+    if heads_kv == 0 and heads_q != 0:
+        raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass keys.")
+    if heads_kv and heads_q % heads_kv:
+        raise value_error(
+            nq, f"number of heads must be a multiple of {nk}'s ({heads_kv})", q, "Grouped heads share keys evenly."
+        )
+
+
+def check_dense(q: object, k: object, v: object, names: Sequence[str] = QKV) -> None:
+    """q [B, Hq, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv]."""
+    nq, nk, nv = names
+    check_qkv(q, k, v, names, "(batch, heads, length, head_dim)")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    for name, x in ((nk, k), (nv, v)):
+        if x.shape[0] != q.shape[0]:
+            raise value_error(name, f"batch must equal {nq}'s ({q.shape[0]})", x, "Expand it: .expand costs no memory.")
+    if v.shape[2] != k.shape[2]:
+        raise value_error(nv, f"length must equal {nk}'s ({k.shape[2]})", v, "Each key has one value.")
+
+
+def check_options(
+    *,
+    causal: object,
+    q_start: object,
+    window: object,
+    scale: object,
+    softcap: object,
+) -> None:
+    """The plain-number options."""
+    if not isinstance(causal, bool):
+        raise type_error("causal", "must be True or False", causal, "A mask goes into mask=.")
+    if q_start is not None and not _is_int(q_start):
+        raise type_error("q_start", "must be an int or None", q_start, "One offset for all; use kv_lens for one each.")
+    check_window(window)
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is None:
+            continue
+        if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+            raise type_error(name, "must be a float or None", x, "Call .item() on a tensor of one element.")
+        if not math.isfinite(x):
+            raise value_error(name, "must be finite", x, "Pass None for the default.")
+    if softcap is not None and not softcap > 0:  # type: ignore[operator]
+        raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
+
+
+def check_window(window: object) -> None:
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise type_error("window", "must be a pair (left, right) or None", window, "For example (256, 0).")
+    for side, x in zip(("left", "right"), window, strict=True):
+        if x is None:
+            continue
+        if not _is_int(x):
+            raise type_error("window", f"{side} must be an int or None", window, "None leaves that side unbounded.")
+        if x < 0:
+            raise value_error("window", f"{side} must be at least 0", window, "None (not -1) leaves it unbounded.")
+
+
+def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
+    """Bool or float, broadcastable to [B, Hq, L, S]."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise type_error(name, "must be a torch.Tensor or None", mask, "Convert it with torch.as_tensor.")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise type_error(name, "must be a dense strided tensor", mask.layout, "Call .to_dense().")
+    if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
+        raise type_error(name, "dtype must be bool (True = visible) or a float that is added", mask, "Cast it first.")
+    _check_device(name, mask, q)
+    full = (q.shape[0], q.shape[1], q.shape[2], len_k)
+    fits = mask.dim() <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        raise value_error(
+            name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, "Unsqueeze its dimensions."
+        )
+
+
+def check_sinks(sinks: object, q: Tensor) -> None:
+    if sinks is None:
+        return
+    check_float_tensor("sinks", sinks)
+    assert isinstance(sinks, Tensor)
+    _check_device("sinks", sinks, q)
+    if sinks.shape != (q.shape[1],):
+        raise value_error("sinks", f"must have shape (heads_q,) = ({q.shape[1]},)", sinks, "One logit per query head.")
+
+
+def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
+    if kv_lens is None:
+        return
+    _check_int32("kv_lens", kv_lens, q)
+    assert isinstance(kv_lens, Tensor)
+    if kv_lens.shape != (batch,):
+        raise value_error("kv_lens", f"must have shape (batch,) = ({batch},)", kv_lens, "One length per sequence.")
+
+
+def check_varlen(
+    q: object,
+    k: object,
+    v: object,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+) -> None:
+    """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens are read only on the CPU."""
+    check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if v.shape[0] != k.shape[0]:
+        raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Each key has one value.")
+    sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
+    for side, x, cu, longest in sides:
+        _check_int32(f"cu_seqlens_{side}", cu, x)
+        assert isinstance(cu, Tensor)
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise value_error(f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Start it with 0.")
+        if longest is not None and (not _is_int(longest) or longest < 0):  # type: ignore[operator]
+            raise type_error(f"max_seqlen_{side}", "must be an int of at least 0 or None", longest, "Read it once.")
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_cu_values(side, x, cu, longest)
+    assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise value_error(
+            "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
+            "Both describe one batch.",
+        )  # fmt: skip
+
+
+def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
+    name, total = f"cu_seqlens_{side}", x.shape[0]
+    values: list[int] = cu.tolist()
+    shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
+    if values[0] != 0:
+        raise value_error(name, "must start with 0", shown, "It holds cumulative lengths.")
+    if any(b < a for a, b in zip(values, values[1:], strict=False)):
+        raise value_error(name, "must not decrease", shown, "It holds cumulative lengths, not lengths.")
+    if values[-1] != total:
+        raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
+    if longest is not None:
+        actual = max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+        if longest < actual:  # type: ignore[operator]
+            raise value_error(f"max_seqlen_{side}", f"must be at least the longest sequence ({actual})", longest,
+                              "Pass None to have it read.")  # fmt: skip
+
+
+def _check_int32(name: str, x: object, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise type_error(name, "must be an int32 torch.Tensor", x, "torch.tensor(..., dtype=torch.int32).")
+    if x.dtype != torch.int32:
+        raise type_error(name, "dtype must be int32", x, "Cast it: .to(torch.int32).")
+    _check_device(name, x, like)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

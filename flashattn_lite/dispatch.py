@@ -1,0 +1,109 @@
+"""The backends as data: in order of preference, each with the reasons why it would not run a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flashattn_lite import target as targets
+from flashattn_lite import tiled
+from flashattn_lite.errors import BackendError, value_error
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.target import Target
+
+
+class Triton:
+    """The portable kernel. Its module imports Triton, so it is imported when first needed."""
+
+    name = "triton"
+
+    def why_not(self, problem: AttentionProblem, target: Target) -> list[str]:
+        if target.triton:
+            return [target.triton]
+        from flashattn_lite.kernels import attention_launch
+
+        return attention_launch.why_not(problem, target)
+
+    def tile(self, problem: AttentionProblem, target: Target) -> Any:
+        from flashattn_lite.kernels import tuning
+
+        return tuning.attention_tile(problem, target)
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+        from flashattn_lite.kernels import attention_launch
+
+        attention_launch.launch(problem, inputs, out, lse, target)
+
+
+class Tiled:
+    """Plain torch on any device: the CPU's path, and what remains where nothing else fits."""
+
+    name = "tiled"
+
+    def why_not(self, problem: AttentionProblem, target: Target) -> list[str]:
+        return []
+
+    def tile(self, problem: AttentionProblem, target: Target) -> Any:
+        return tiled.tile_of(problem)
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+        tiled.forward(problem, inputs, out, lse)
+
+
+BACKENDS: tuple[Triton | Tiled, ...] = (Triton(), Tiled())
+NAMES = ("auto", *(backend.name for backend in BACKENDS))
+
+
+def check_backend(backend: object) -> None:
+    if backend not in NAMES:
+        raise value_error(
+            "backend", f"must be one of {', '.join(map(repr, NAMES))}", backend, "explain() compares them."
+        )
+
+
+def reasons(problem: AttentionProblem) -> dict[str, list[str]]:
+    """For every backend, in order of preference, why it would not run this problem (empty: it would)."""
+    target = targets.of(problem.device)
+    return {backend.name: backend.why_not(problem, target) for backend in BACKENDS}
+
+
+def choose(problem: AttentionProblem, backend: str) -> Triton | Tiled:
+    """The named backend, or for "auto" the first without a reason against it. Never falls back from a name."""
+    target = targets.of(problem.device)
+    for candidate in BACKENDS:
+        if backend in ("auto", candidate.name) and not candidate.why_not(problem, target):
+            return candidate
+    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem).items())
+    raise BackendError(
+        f"backend: {backend!r} can't run this problem. By backend: {table}. Use 'auto', or one that would run."
+    )
+
+
+def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> None:
+    """Fills out and lse by the chosen backend."""
+    choose(problem, backend).forward(problem, inputs, out, lse, targets.of(problem.device))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run, and why nothing before or after it would. `str()` gives the table."""
+
+    backend: str
+    tile: Any
+    target: Target
+    reasons: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} on {self.target.name}: {self.tile}"]
+        for name, why in self.reasons.items():
+            if name != self.backend:
+                lines.append(f"  {name}: {'; '.join(why) if why else 'would run too, but comes later in preference'}")
+        return "\n".join(lines)
+
+
+def explain(problem: AttentionProblem, backend: str) -> Explanation:
+    chosen = choose(problem, backend)
+    target = targets.of(problem.device)
+    return Explanation(chosen.name, chosen.tile(problem, target), target, reasons(problem))

@@ -1,0 +1,40 @@
+"""How the library says no: one sentence that names the argument, the relation, the value that came, and the remedy."""
+
+from __future__ import annotations
+
+import torch
+
+
+class BackendError(NotImplementedError):
+    """No backend (or not the one that was named) can run this problem; the message lists every backend's reasons."""
+
+
+def message(argument: str, relation: str, got: object, remedy: str) -> str:
+    """`argument: relation; got value. Remedy.`, with tensors shown as shape, dtype and device."""
+    return f"{argument}: {relation}; got {show(got)}. {remedy}"
+
+
+def show(value: object) -> str:
+    """A value as an error shows it. Tensors never print their data (it may be large, or on a busy GPU)."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a tensor of shape {tuple(value.shape)}, {dtype}, on {value.device}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (torch.device, torch.Size)):
+        return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+    if isinstance(value, (int, float, str, tuple, list, bool)) or value is None:
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def value_error(argument: str, relation: str, got: object, remedy: str) -> ValueError:
+    return ValueError(message(argument, relation, got, remedy))
+
+
+def type_error(argument: str, relation: str, got: object, remedy: str) -> TypeError:
+    return TypeError(message(argument, relation, got, remedy))
+
+
+def not_implemented(argument: str, relation: str, got: object, remedy: str) -> NotImplementedError:
+    return NotImplementedError(message(argument, relation, got, remedy))

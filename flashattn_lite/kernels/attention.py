@@ -1,0 +1,286 @@
+"""The portable attention forward in Triton: the kernel; `attention_launch.py` starts it.
+
+One program owns BLOCK_M query rows of one head and streams the K/V tiles that any of them can see.
+Loop invariant, for each row after the tiles up to start_n: m_i is a reference (log2 units), l_i = sum of 2^(s - m_i),
+acc = sum of 2^(s - m_i) * v, all in float32. Any reference gives the same softmax as long as the powers stay finite:
+the first tiles move it (running maximum), the tiles that all rows see whole keep it, the masked ones after them move
+it again. Bytes moved: Q and O once, K and V once per row tile (mostly from L2), a mask tile where there is a mask.
+
+At the end a row checks itself. One whose state is not finite (an infinity or NaN in V, also of a key that it can't
+see, as 0 * NaN is NaN; or a score far above the reference), or whose reference is so large that float32 does not hold
+it to within 1, is computed once more: first with V freed of what is not finite, which is then given to the rows that
+see it, else as before to the bit; and if that did not help, at the running maximum with exact subtraction. Only such
+rows are written, so that a row's bits depend on that row and the keys that it sees alone.
+Source: Dao, FlashAttention-2 (arXiv 2307.08691); Milakov and Gimelshein, Online normalizer (arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.device.bounds import visited_keys
+from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, update, update_fixed, update_to
+
+# Up to here a float32 reference is within 1 of any real number, so that p of the largest score is in [1/2, 2] although
+# its fma is rounded once and the reference twice. Beyond, it drifts by ulp(m_i) / 2 and would overflow or vanish.
+EXACT_M: tl.constexpr = tl.constexpr(2.0**24)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Compile-time shape of one program: what a problem fixes, and what tuning chose for it."""
+
+    BLOCK_M: int  # query rows
+    BLOCK_N: int  # keys
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    PRECISION: str  # of tl.dot on float32 operands
+    TMA: bool  # K and V arrive as tensor descriptors
+
+
+class ScoreArgs(NamedTuple):
+    """Run-time values that score features need; None where the feature is off. Travels as one kernel argument."""
+
+    scale_log2: Any
+    softcap: Any
+    mask_ptr: Any
+    mask_strides: Any
+    sinks_ptr: Any
+    kv_lens_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+@triton.jit
+def load_tile(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+              CHECK_ROWS: tl.constexpr):  # fmt: skip
+    """Rows start .. start + BLOCK of one head, [BLOCK, BLOCK_D]; what lies outside the tensor reads as 0.
+
+    src = (pointer or descriptor, batch, head, first row, strides). Without CHECK_ROWS the rows must exist.
+    """
+    if TMA:
+        return tl.reshape(src[0].load([src[1], src[2], src[3] + start, 0]), [BLOCK, BLOCK_D])
+    else:
+        offs = start + tl.arange(0, BLOCK)
+        offs_d = tl.arange(0, BLOCK_D)
+        base = src[0] + src[1].to(tl.int64) * src[4][0] + src[2].to(tl.int64) * src[4][1]
+        base += src[3].to(tl.int64) * src[4][2]
+        ptrs = base + offs.to(tl.int64)[:, None] * src[4][2] + offs_d.to(tl.int64)[None, :] * src[4][3]
+        if CHECK_ROWS and DIM != BLOCK_D:
+            return tl.load(ptrs, mask=(offs < rows)[:, None] & (offs_d < DIM)[None, :], other=0.0)
+        elif CHECK_ROWS:
+            return tl.load(ptrs, mask=(offs < rows)[:, None], other=0.0)
+        elif DIM != BLOCK_D:
+            return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(ptrs)
+
+
+@triton.jit
+def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F: tl.constexpr):
+    """Hides what a row may not see as -inf; adds a float mask."""
+    seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
+    if F.mask != "":
+        ptrs = mask_ptr + offs_m.to(tl.int64)[:, None] * args.mask_strides[2]
+        ptrs += offs_n.to(tl.int64)[None, :] * args.mask_strides[3]
+        tile = tl.load(ptrs, mask=(offs_m < len_q)[:, None] & (offs_n < len_k)[None, :], other=0)  # [M, N]
+        if F.mask == "bool":
+            seen = seen & (tile != 0)
+        else:
+            s = add_mask(s, tile)
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, lo, hi, offs_m, len_q, len_k, diag_lo, diag_hi, args,
+           FIXED: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Takes the K/V tiles in [lo, hi) into the state of these rows.
+
+    FIXED: tiles that every row sees whole, at the reference that the rows have by now. Else masked, at the running
+    maximum.
+    """
+    for start_n in tl.range(lo, hi, T.BLOCK_N):
+        k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not FIXED)
+        s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
+        scale = args.scale_log2
+        if F.scale_first:
+            s = to_log2(s, args.scale_log2, args.softcap, F)
+            scale = 1.0
+        if FIXED:
+            l_i, p = update_fixed(m_i, l_i, s, scale)
+        else:
+            offs_n = start_n + tl.arange(0, T.BLOCK_N)
+            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+            m_i, l_i, alpha, p = update(m_i, l_i, s, scale)
+            acc *= alpha[:, None]
+        v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not FIXED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=T.PRECISION)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def attend_again(q, k_src, v_src, mask_ptr, lo, full_lo, full_hi, hi, exact, offs_m, len_q, len_k, diag_lo, diag_hi,
+                 args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The state of these rows over all tiles in [lo, hi), from a V without its infinities and NaN.
+
+    With `exact`, also at the running maximum throughout, and with scores multiplied before they are subtracted.
+    Without, the arithmetic of `attend`, to the bit: reference fixed in [full_lo, full_hi).
+    """
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
+    acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    for start_n in tl.range(lo, hi, T.BLOCK_N):
+        k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, True)
+        s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
+        scale = args.scale_log2
+        if F.scale_first:
+            s = to_log2(s, args.scale_log2, args.softcap, F)
+            scale = 1.0
+        s = tl.where(exact == 1, s * scale, s)
+        scale = tl.where(exact == 1, 1.0, scale)
+        offs_n = start_n + tl.arange(0, T.BLOCK_N)
+        s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+        fixed = (exact == 0) & (start_n >= full_lo) & (start_n < full_hi)
+        m_new = tl.where(fixed, m_i, tl.maximum(m_i, tl.max(s, 1) * scale))
+        m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
+        v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)  # add_infinities does the rest
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def unsettled(acc, m_i, l_i):
+    """[M] bool: rows whose state is not finite, or whose reference float32 does not hold to within 1."""
+    failed = (tl.sum(acc * 0.0, 1) + l_i * 0.0) != 0.0  # NaN where anything is not finite
+    return failed | ((tl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
+
+
+@triton.jit
+def out_pointers(dst, offs_m, T: tl.constexpr):
+    """[M, Dv] pointers; dst = (out pointer, lse pointer, batch, head, first row, out strides, lse strides of batch and head)."""
+    offs_d = tl.arange(0, T.BLOCK_DV).to(tl.int64)
+    base = dst[0] + dst[2].to(tl.int64) * dst[5][0] + dst[3].to(tl.int64) * dst[5][1]
+    return base + (dst[4].to(tl.int64) + offs_m)[:, None] * dst[5][2] + offs_d[None, :] * dst[5][3]
+
+
+@triton.jit
+def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.constexpr):
+    """Takes the sink into the state, finishes it, and writes the rows in `write`."""
+    h = dst[3]
+    if F.sinks:
+        sink = tl.load(args.sinks_ptr + h).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
+        sink_l = tl.where(sink == EMPTY_M, EMPTY_L, 1.0)
+        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, sink_l)
+        acc *= alpha[:, None]
+    inv_l, lse = finish(m_i, l_i)
+    exists = (tl.arange(0, T.BLOCK_DV) < T.HEAD_DIM_V)[None, :]
+    out = (acc * inv_l[:, None]).to(dst[0].dtype.element_ty)  # [M, Dv]
+    tl.store(out_pointers(dst, offs_m, T), out, mask=write[:, None] & exists)
+    lse_ptr = dst[1] + dst[2].to(tl.int64) * dst[6][0] + h.to(tl.int64) * dst[6][1]
+    tl.store(lse_ptr + dst[4] + offs_m, lse, mask=write)
+
+
+@triton.jit
+def add_infinities(v_src, mask_ptr, lo, hi, dst, offs_m, write, len_q, len_k, diag_lo, diag_hi, args,
+                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Adds the infinities of V (a NaN counts as both) to the finished rows in `write` that see their keys."""
+    exists = (tl.arange(0, T.BLOCK_DV) < T.HEAD_DIM_V)[None, :]
+    ptrs = out_pointers(dst, offs_m, T)
+    for negative in tl.range(0, 2):
+        infinity = tl.where(negative == 0, float("inf"), float("-inf"))
+        hits = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)  # [M, Dv] how many such keys the row sees
+        for start_n in tl.range(lo, hi, T.BLOCK_N, num_stages=1):
+            v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
+            hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
+            offs_n = start_n + tl.arange(0, T.BLOCK_N)
+            s = tl.full([T.BLOCK_M, T.BLOCK_N], 0.0, tl.float32)
+            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+            hits = tl.dot((s != float("-inf")).to(v.dtype), hit, hits, input_precision=T.PRECISION)
+        out = tl.load(ptrs, mask=write[:, None] & exists, other=0.0)
+        tl.store(ptrs, out + tl.where(hits > 0, infinity, 0.0).to(out.dtype), mask=write[:, None] & exists)
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
+def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, stride_lb,
+                     stride_lh, num_m, rows_q, rows_k, diag_lo, diag_hi, heads, args, F: tl.constexpr,
+                     T: tl.constexpr):  # fmt: skip
+    # Neighbouring programs share a head, so that its K and V stay in L2; the longest rows of a causal head go first.
+    pid = tl.program_id(0)
+    block_m = pid % num_m
+    if F.right:
+        block_m = num_m - 1 - block_m
+    h = pid // num_m % heads
+    b = pid // num_m // heads
+
+    len_q, len_k = rows_q, rows_k
+    start_q, start_k = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    batch = b
+    if F.varlen:
+        batch = b * 0  # the sequences lie behind one another in one batch entry
+        start_q, len_q = sequence(args.cu_seqlens_q_ptr + b, rows_q)
+        start_k, len_k = sequence(args.cu_seqlens_k_ptr + b, rows_k)
+    row_lo = block_m * T.BLOCK_M
+    if row_lo >= len_q:
+        return
+    if F.kv_lens:
+        len_k = tl.minimum(tl.maximum(tl.load(args.kv_lens_ptr + b), 0), len_k)
+    if F.end_aligned:
+        diag_lo += len_k - len_q
+        diag_hi += len_k - len_q
+    q_src = (q_ptr, batch, h, start_q, q_strides)
+    k = (k_src, batch, h // T.GROUP, start_k, k_strides)
+    v = (v_src, batch, h // T.GROUP, start_k, v_strides)
+    mask_ptr = args.mask_ptr
+    if F.mask != "":
+        mask_ptr += b.to(tl.int64) * args.mask_strides[0] + h.to(tl.int64) * args.mask_strides[1]
+
+    offs_m = row_lo + tl.arange(0, T.BLOCK_M)
+    row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
+    q = load_tile(q_src, row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)  # [M, D]
+    lo, full_lo, full_hi, hi = visited_keys(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
+    acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    if F.mask == "":
+        # The first whole tile still moves the reference; the rest, at a fixed one, is the bulk of the work.
+        full_lo = tl.minimum(full_lo + T.BLOCK_N, full_hi)
+        acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, lo, full_lo, offs_m, len_q, len_k, diag_lo, diag_hi,
+                               args, False, F, T)  # fmt: skip
+        acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, full_lo, full_hi, offs_m, len_q, len_k, diag_lo,
+                               diag_hi, args, True, F, T)  # fmt: skip
+    else:
+        full_lo = lo
+        full_hi = lo
+    acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, full_hi, hi, offs_m, len_q, len_k, diag_lo, diag_hi,
+                           args, False, F, T)  # fmt: skip
+
+    dst = (out_ptr, lse_ptr, batch, h, start_q, o_strides, (stride_lb, stride_lh))
+    rows = offs_m < len_q
+    todo = (rows & unsettled(acc, m_i, l_i)).to(tl.int32)
+    finish_rows(acc, m_i, l_i, dst, offs_m, rows & (todo == 0), args, F, T)
+    if tl.max(todo, 0) > 0:
+        for exact in tl.range(0, 2):
+            acc, m_i, l_i = attend_again(q, k, v, mask_ptr, lo, full_lo, full_hi, hi, exact, offs_m, len_q, len_k,
+                                         diag_lo, diag_hi, args, F, T)  # fmt: skip
+            done = (todo != 0) & ((unsettled(acc, m_i, l_i) == 0) | (exact == 1))
+            finish_rows(acc, m_i, l_i, dst, offs_m, done, args, F, T)
+            add_infinities(v, mask_ptr, lo, hi, dst, offs_m, done, len_q, len_k, diag_lo, diag_hi, args, F, T)
+            todo = tl.where(done, 0, todo)
+
+
+@triton.jit
+def sequence(cu_seqlens_ptr, total):
+    """(start, length) of a packed sequence, clamped into the tensor whatever the table holds."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + 1), start), total)
+    return start, end - start

@@ -1,0 +1,77 @@
+"""Tile shapes of the kernels, by GPU, head dim, dtype and causal, each with the measurement that chose it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashattn_lite.problem import AttentionProblem
+from flashattn_lite.target import Target
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One row of a table: BLOCK_M query rows and BLOCK_N keys a tile, warps a program, stages of the K/V pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that holds a head dim; 16 at least, the shortest reduction a matrix instruction takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# 16-bit dtypes on sm_90: (largest padded head dim, tile below LONG keys, tile from LONG keys up).
+# Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048, sustained), ratio
+# to cuDNN in the same run, full attention at 512 / 1k / 2k / 4k / 16k keys:
+#   64:  128x64 w4 s3  0.89 1.01 1.07 1.12 1.16   (64x64 w4 s3  0.86 0.95 0.99 1.01 1.06)
+#   128: 64x64 w4 s3   0.78 0.83 0.84 0.84 0.85   (128x128 w8 s3  0.63 0.75 0.84 0.88 0.93)
+#   256: 128x64 w8 s2  0.72 0.77 0.79 0.86 0.87   (64x32 w4 s2  0.68 0.70 0.71 0.73 0.73)
+# and causal at 128: 64x64 w4 s3 0.71 0.85 0.91 0.93 0.93, 128x128 w8 s3 0.53 0.67 0.79 0.86 0.98.
+HOPPER = (
+    (64, TileConfig(128, 64, 4, 3), TileConfig(128, 64, 4, 3)),
+    (128, TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3)),
+    (256, TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 2)),
+)
+# Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
+SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
+SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
+SHARED_BYTES_HIP = 64 << 10
+LONG = {False: 4096, True: 16384}  # keys from which the larger tile wins, by causal
+
+
+def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
+    """The tile of the portable attention kernel.
+
+    A function of head dims, dtype, features and GPU, and of the number of keys in one place (LONG; never for packed
+    sequences, whose neighbours would then decide): never of the batch or the other rows.
+    """
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if target.interpreting:
+        return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
+    if problem.dtype == torch.float32:
+        return _fitting(problem, target, TileConfig(64, 32, 4, 2))
+    if target.kind == "cuda" and target.arch == 90:
+        features = problem.features
+        is_long = not features.varlen and problem.len_k >= LONG[features.right]
+        return next(large if is_long else small for limit, small, large in HOPPER if dim <= limit)
+    return _fitting(problem, target, TileConfig(128, 64, 4 if dim <= 64 else 8, 3))
+
+
+def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> TileConfig:
+    """The config with fewer stages, then fewer keys, then fewer rows, until Q and the K/V stages fit on chip."""
+    limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    q_bytes = padded(problem.head_dim) * problem.dtype.itemsize
+    kv_bytes = q_bytes + padded(problem.head_dim_v) * problem.dtype.itemsize
+    while config.block_m * q_bytes + config.num_stages * config.block_n * kv_bytes > limit:
+        if config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 32:
+            config = replace(config, block_n=config.block_n // 2)
+        else:
+            config = replace(config, block_m=config.block_m // 2, num_warps=4)
+    return config

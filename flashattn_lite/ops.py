@@ -1,0 +1,114 @@
+"""The custom op: schema, shapes for tracing, and autograd, so that compilers and autograd see attention as one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import dispatch, tiled_backward
+from flashattn_lite.problem import AttentionProblem, Inputs, describe
+
+NUM_TENSORS = len(Inputs._fields)  # they come first in the schema, in the order of Inputs
+DIFFERENTIABLE = 5  # q, k, v, mask, sinks
+
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? kv_lens, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+)
+OPTIONS = (
+    "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float scale, float? softcap, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
+
+
+def problem_of(args: tuple[Any, ...]) -> tuple[Inputs, AttentionProblem]:
+    """Inputs and problem from arguments in the order of the schema."""
+    inputs = Inputs(*args[:NUM_TENSORS])
+    return inputs, describe(inputs, **dict(zip(OPTION_NAMES, args[NUM_TENSORS:], strict=True)))
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The longest sequence of a packed batch; waits for the GPU, which callers avoid by passing max_seqlen."""
+    return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
+
+
+def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory, so that what follows needs no copy."""
+    q, dim_v = inputs.q, problem.head_dim_v
+    if problem.features.varlen:
+        # Rows that no sequence covers are nobody's to write: they hold the result of a row that sees nothing.
+        total = q.shape[0]
+        out = q.new_zeros(total, problem.heads_q, dim_v)
+        return out, q.new_full((problem.heads_q, total), float("-inf"), dtype=torch.float32)
+    batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
+    lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(batch, len_q, heads, dim_v).transpose(1, 2), lse
+    return q.new_empty(batch, heads, len_q, dim_v), lse
+
+
+@torch.library.custom_op(
+    "flashattn_lite::attention", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}, str backend) -> (Tensor, Tensor)"
+)
+def attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked problem."""
+    *args, backend = args
+    for side in ("q", "k"):
+        cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
+        if args[cu] is not None and args[at] is None:
+            args[at] = longest(args[cu])
+    inputs, problem = problem_of(tuple(args))
+    out, lse = allocate(problem, inputs)
+    dispatch.forward(problem, inputs, out, lse, backend)
+    return out, lse
+
+
+@attention.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, problem = problem_of(args[:-1])
+    return allocate(problem, inputs)
+
+
+@torch.library.custom_op(
+    "flashattn_lite::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, mask and sinks; an empty tensor where one is not needed."""
+    d_out, d_lse, out, lse, *rest, needs = args
+    inputs, problem = problem_of(tuple(rest))
+    grads = tiled_backward.backward(problem, inputs, out, lse, d_out, d_lse, tuple(needs))
+    return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@attention_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    d_out, _, _, _, *rest, needs = args
+    inputs, _ = problem_of(tuple(rest))
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else d_out.new_empty(0)
+        for x, need in zip(inputs[:DIFFERENTIABLE], needs, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
+    ctx.options = inputs[NUM_TENSORS:-1]
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+    needs = [x is not None and need for x, need in zip(tensors, ctx.needs_input_grad[:DIFFERENTIABLE], strict=False)]
+    grads = attention_backward(d_out, d_lse, out, lse, *tensors, *ctx.options, needs)
+    returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return (*returned, *(None for _ in ctx.needs_input_grad[DIFFERENTIABLE:]))
+
+
+attention.register_autograd(_backward, setup_context=_save)

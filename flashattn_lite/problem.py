@@ -1,0 +1,139 @@
+"""What is asked of attention: the frozen AttentionProblem and its Features, as kernels and dispatch see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call. Dense: q, k, v are [B, H, rows, D]. Packed (cu_seqlens given): [total, H, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None  # broadcastable to [B, Hq, L, S]; bool (True = visible) or additive float
+    sinks: Tensor | None = None  # [Hq], natural units
+    kv_lens: Tensor | None = None  # [B] int32
+    cu_seqlens_q: Tensor | None = None  # [B + 1] int32
+    cu_seqlens_k: Tensor | None = None  # [B + 1] int32
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the inner loop must do: the one compile-time record that travels into every kernel.
+
+    Hashable, and its repr is part of Triton's cache key. What changes from call to call is not in here.
+    """
+
+    left: bool = False  # a lowest visible diagonal exists (window)
+    right: bool = False  # a highest visible diagonal exists (causal, window)
+    end_aligned: bool = False  # diagonals count from each sequence's len_k - len_q instead of 0
+    positive_scale: bool = True  # then the row maximum can be taken before the scale
+    softcap: bool = False
+    mask: str = ""  # "", "bool" or "float"
+    sinks: bool = False
+    kv_lens: bool = False
+    varlen: bool = False
+
+    @property
+    def scale_first(self) -> bool:
+        """Scores must be in log2 units before the softmax sees them (else the scale rides in its fma)."""
+        return self.softcap or self.mask == "float" or not self.positive_scale
+
+    @property
+    def hides(self) -> bool:
+        """Some key inside the tensors may be invisible to some row that shares a tile with a row that sees it."""
+        return self.left or self.right or self.mask != "" or self.kv_lens or self.varlen
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One checked call. Key j is visible to query i iff `diag_lo <= j - i - end <= diag_hi` (where those bounds exist),
+
+    with end = len_k - len_q of the sequence if `features.end_aligned`, else 0.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int  # packed: the longest sequence
+    len_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    features: Features
+    scale: float
+    softcap: float | None
+    diag_lo: int
+    diag_hi: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_kv
+
+
+def clamp_diagonal(diagonal: int) -> int:
+    return max(-FAR, min(FAR, diagonal))
+
+
+def describe(
+    inputs: Inputs,
+    *,
+    causal: bool,
+    q_start: int | None,
+    window_left: int | None,
+    window_right: int | None,
+    scale: float,
+    softcap: float | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> AttentionProblem:
+    """The problem that checked arguments pose. Trusts them; `arguments.py` is the door."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    varlen = inputs.cu_seqlens_q is not None
+    if causal:
+        window_right = 0
+    left, right = window_left is not None, window_right is not None
+    start = 0 if q_start is None else q_start
+    mask_kind = "" if inputs.mask is None else ("bool" if inputs.mask.dtype == torch.bool else "float")
+    features = Features(
+        left=left,
+        right=right,
+        end_aligned=(left or right) and q_start is None,
+        positive_scale=scale > 0,
+        softcap=softcap is not None,
+        mask=mask_kind,
+        sinks=inputs.sinks is not None,
+        kv_lens=inputs.kv_lens is not None,
+        varlen=varlen,
+    )
+    if inputs.cu_seqlens_q is not None:
+        batch = inputs.cu_seqlens_q.shape[0] - 1
+        len_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+        len_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    else:
+        batch, len_q, len_k = q.shape[0], q.shape[2], k.shape[2]
+    return AttentionProblem(
+        batch=batch,
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        len_q=len_q,
+        len_k=len_k,
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype,
+        device=q.device,
+        features=features,
+        scale=scale,
+        softcap=softcap,
+        diag_lo=clamp_diagonal(start - (window_left or 0)) if left else 0,
+        diag_hi=clamp_diagonal(start + (window_right or 0)) if right else 0,
+    )

@@ -1,0 +1,193 @@
+"""torch's signature and torch's rules for scaled_dot_product_attention, mapped onto the native op."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import arguments, ops
+from flashattn_lite.errors import not_implemented, type_error, value_error
+from flashattn_lite.problem import Inputs
+
+NAMES = ("query", "key", "value")
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    r"""Drop-in for `torch.nn.functional.scaled_dot_product_attention`: softmax(query key^T * scale + attn_mask) value.
+
+    Args:
+        query: `(..., Hq, L, D)`, float16, bfloat16, float32 or float64 (that one on the tiled backend), any strides.
+            Any number of leading batch dims, also none; they broadcast between query, key, value and attn_mask.
+        key: `(..., H, S, D)`; value: `(..., H, S, Dv)`; D and Dv from 1 to 256.
+        attn_mask: broadcastable to `(..., Hq, L, S)`: bool (True = visible), or float32 or query's dtype (added).
+        dropout_p: only 0; more raises NotImplementedError.
+        is_causal: key j is visible to query i iff `j <= i` (top-left). Not together with attn_mask.
+        scale: default `1 / sqrt(D)`.
+        enable_gqa: Hq may be a multiple of H. Without it, heads must be equal or 1 (which broadcasts), as in torch.
+
+    Returns:
+        `(..., Hq, L, Dv)` in query's dtype. A row that sees no key returns zeros.
+
+    Numerics and gradients: as `flashattn_lite.attention`; gradients reach query, key, value and a float attn_mask.
+    Inside `torch.autocast`, inputs are cast as torch's function casts them.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.
+
+    Source: torch's documentation of the function; the kernels' sources are in `flashattn_lite.attention`.
+
+    Example:
+        >>> q = torch.randn(2, 4, 10, 32)
+        >>> ours = scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
+        True
+    """
+    for name, x in zip(NAMES, (query, key, value), strict=True):
+        arguments.check_float_tensor(name, x)
+        if x.dim() < 2:
+            raise value_error(name, "must have at least 2 dimensions (..., length, head_dim)", x, "Unsqueeze it.")
+    _check_options(dropout_p, is_causal, scale, enable_gqa)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    _check_mask(attn_mask, query, is_causal)
+    rank = max(query.dim(), key.dim(), value.dim(), 3)
+    q, k, v = (x.reshape((1,) * (rank - x.dim()) + x.shape) for x in (query, key, value))
+    q, k, v = _broadcast(q, k, v, enable_gqa)
+    mask = attn_mask
+    if mask is not None:
+        mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    out = _attend(q, k, v, mask, is_causal, scale)
+    return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
+
+
+def _check_options(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise type_error("dropout_p", "must be a float", dropout_p, "Pass 0.0 for no dropout.")
+    if not 0 <= dropout_p <= 1:
+        raise value_error("dropout_p", "must be between 0 and 1", dropout_p, "Pass 0.0 for no dropout.")
+    if dropout_p > 0:
+        remedy = "Pass 0.0 (in evaluation: model.eval() does), or keep torch's function where you train with dropout."
+        raise not_implemented("dropout_p", "dropout of attention weights is not implemented", dropout_p, remedy)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise type_error(name, "must be True or False", flag, "A mask goes into attn_mask.")
+    arguments.check_options(causal=is_causal, q_start=0, window=None, scale=scale, softcap=None)
+
+
+def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> None:
+    if attn_mask is None:
+        return
+    if is_causal:
+        remedy = "Pass one of them; for both, use flashattn_lite.attention(..., mask=, causal=True, q_start=0)."
+        raise value_error("attn_mask", "must be None when is_causal is True", attn_mask, remedy)
+    if not isinstance(attn_mask, Tensor):
+        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, "Convert it with torch.as_tensor.")
+    if attn_mask.is_nested or attn_mask.layout != torch.strided:
+        raise type_error("attn_mask", "must be a dense strided tensor", attn_mask.layout, "Call .to_dense().")
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        dtype = str(query.dtype).removeprefix("torch.")
+        raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", attn_mask, "Cast it first.")
+    if attn_mask.device != query.device:
+        raise value_error("attn_mask", f"must be on query's device ({query.device})", attn_mask, "Move it with .to().")
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Torch's function is on autocast's list of those that run in the lower precision; so is this one."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(kind)
+    cast = lambda x: x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+    return cast(query), cast(key), cast(value), cast(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [..., H, length, dim] with equal batch dims (views, no copies), checked as a problem."""
+    nq, nk, nv = NAMES
+    for name, x in ((nk, k), (nv, v)):
+        if x.dtype != q.dtype:
+            dtype = str(q.dtype).removeprefix("torch.")
+            raise type_error(name, f"dtype must equal query's ({dtype})", x, f"Cast with {name}.to(query.dtype).")
+        if x.device != q.device:
+            raise value_error(name, f"must be on query's device ({q.device})", x, f"Move it: {name}.to(query.device).")
+    arguments.check_head_dims(q, k, v, NAMES)
+    if v.shape[-2] != k.shape[-2]:
+        raise value_error(nv, f"length must equal key's ({k.shape[-2]})", v, "Each key has one value.")
+    keep = 3 if enable_gqa else 2  # trailing dims that do not broadcast
+    if enable_gqa:
+        arguments.check_heads(q, k, v, NAMES, axis=-3)
+    for name, x in ((nk, k), (nv, v)):
+        if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
+            heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
+            remedy = "For grouped heads pass enable_gqa=True." if heads else "Expand it: .expand costs no memory."
+            relation = f"batch dims{'' if enable_gqa else ' and heads'} must broadcast with query's {tuple(q.shape)}"
+            raise value_error(name, relation, x, remedy)
+    if not _broadcastable(k.shape[:-keep], v.shape[:-keep]):
+        raise value_error(nv, f"batch dims must broadcast with key's {tuple(k.shape)}", v, "Expand it.")
+    lead = torch.broadcast_shapes(q.shape[:-keep], k.shape[:-keep], v.shape[:-keep])
+    q, k, v = (x.expand(*lead, *x.shape[-keep:]) for x in (q, k, v))
+    return q, k, v
+
+
+def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
+    return all(x == y or x == 1 or y == 1 for x, y in zip(a, b, strict=True))
+
+
+def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+    fits = mask.dim() <= len(full) and all(
+        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits:
+        relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
+        raise value_error("attn_mask", relation, mask, "Unsqueeze its dimensions, or expand the batch of query.")
+    return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
+    lead = q.shape[:-3]
+    flat = [_flatten(x, lead) for x in (q, k, v)]
+    flat_mask = mask if mask is None else _flatten_mask(mask, lead)
+    if any(x is None for x in flat) or (mask is not None and flat_mask is None):
+        # Broadcast batch dims that no stride can express: one call for each entry of the first, never a copy.
+        pieces = [
+            _attend(q[i], k[i], v[i], None if mask is None else mask[i if mask.shape[0] > 1 else 0], is_causal, scale)
+            for i in range(lead[0])
+        ]
+        return torch.stack(pieces)
+    inputs = Inputs(*flat, flat_mask)  # type: ignore[arg-type]
+    q_start = 0 if is_causal else None
+    out, _ = ops.attention(*inputs, is_causal, q_start, None, None, scale, None, None, None, "auto")
+    return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
+
+
+def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:
+    """[*lead, H, length, dim] as a view [B, H, length, dim], or None where strides do not allow it."""
+    if len(lead) == 1:
+        return x
+    if len(lead) == 0:
+        return x.unsqueeze(0)
+    try:
+        return x.view(math.prod(lead), *x.shape[-3:])
+    except RuntimeError:
+        return None
+
+
+def _flatten_mask(mask: Tensor, lead: torch.Size) -> Tensor | None:
+    """A mask [*lead or 1s, H or 1, L or 1, S or 1] as [B or 1, ...]; None where it broadcasts over a part of lead."""
+    if all(size == 1 for size in mask.shape[: len(lead)]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return _flatten(mask.expand(*lead, *mask.shape[-3:]), lead)

@@ -1,0 +1,320 @@
+"""softmax and its (m, l) for rows of any length: checks, the plain-torch path, the custom ops and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import state
+from flashattn_lite import target as targets
+from flashattn_lite.arguments import check_float_tensor
+from flashattn_lite.errors import type_error, value_error
+
+Stats = tuple[Tensor, Tensor]
+
+TILE = 131072  # elements of a tile for each thread, 512 KiB of float32: fewer pay for calls, more fall out of the cache
+COLS = 16384  # of one row at once: from 32768 on torch would split the sum of a lone row between threads
+
+
+def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
+
+    One read and one write of x where a row fits on chip (32768 elements side by side in memory, 1024 elements if it
+    is the neighbouring rows that are side by side), two reads and one write beyond.
+
+    Args:
+        x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread
+            over more than three dimensions that can't be joined.
+        dim: int, the dimension that sums to 1. Default: the last.
+
+    Returns:
+        A tensor of x's shape and dtype; of x's strides too if x is dense.
+
+    Rows that see nothing: where every element is -inf, the result is 0. This is the one difference from
+    `torch.softmax`, which gives NaN there. A row that holds NaN or +inf becomes NaN; no other row does.
+
+    Numerics: float32 inside (float64 for float64), rounded once at the end. A probability p is off by a few float32
+    eps and |ln p| eps more, relative. A row's result depends on its values, length, dtype and strides, bit for bit.
+
+    Gradients: exact, of any order, from the output alone.
+
+    Raises:
+        TypeError: x is not a dense real tensor of these dtypes, or dim is no int.
+        ValueError: dim is out of range.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
+
+    Example:
+        >>> online_softmax(torch.tensor([1.0, 3.0, 2.0, 5.0]))
+        tensor([0.0152, 0.1125, 0.0414, 0.8310])
+    """
+    dim = _checked_dim(x, dim)
+    return _softmax_op(x, dim) if x.dim() else _softmax_op(x.unsqueeze(0), 0).squeeze(0)
+
+
+def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
+    r"""The softmax state of x along dim, in one read: m = max(x), l = sum_k exp(x_k - m).
+
+    Then softmax(x) = exp(x - m) / l and logsumexp(x) = m + ln(l).
+
+    Args:
+        x: a tensor of any shape and strides, float16, bfloat16, float32 or float64 (as in `online_softmax`).
+        dim: int, the dimension to reduce. Default: the last.
+
+    Returns:
+        (m, l), natural units, both float32 and of x's shape without dim.
+
+    Rows that see nothing: a row of length 0, or of -inf only, has m = -inf and l = 0, and gradient 0. A row that holds
+    NaN or +inf has l = NaN.
+
+    Numerics: float32 inside; m is exact, l is a sum of numbers from 0 to 1, taken tile by tile. float64 is computed in
+    float64 and then rounded, m and l each.
+
+    Gradients: exact, those of `m = x.amax(dim); l = (x - m.unsqueeze(dim)).exp().sum(dim)`: equal maxima share m's.
+
+    Raises:
+        TypeError: x is not a dense real tensor of these dtypes, or dim is no int.
+        ValueError: dim is out of range.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
+
+    Example:
+        >>> softmax_stats(torch.tensor([1.0, 3.0, 2.0, 5.0]))
+        (tensor(5.), tensor(1.2034))
+    """
+    dim = _checked_dim(x, dim)
+    return _stats_op(x, dim) if x.dim() else _stats_op(x.unsqueeze(0), 0)
+
+
+def merge_softmax_stats(a: Stats, b: Stats) -> Stats:
+    r"""The softmax state over the union of two disjoint sets, from the state over each.
+
+    m = max(m_a, m_b), l = l_a exp(m_a - m) + l_b exp(m_b - m): associative, commutative, with identity (-inf, 0).
+
+    Args:
+        a: (m_a, l_a), natural units, of one shape; float32 as `softmax_stats` returns them, or float64.
+        b: (m_b, l_b), of a's dtype and device and a shape that broadcasts with a's.
+
+    Returns:
+        (m, l) of the broadcast shape and of a's dtype.
+
+    Rows that see nothing: two empty states (-inf, 0) merge to (-inf, 0).
+
+    Numerics: m is exact; l is off by a few eps, and the order of merges changes it by no more.
+
+    Gradients: exact, through plain torch; equal m_a and m_b share m's.
+
+    Raises:
+        TypeError: a or b is no pair of float32 or float64 tensors, or their dtypes differ.
+        ValueError: shapes or devices do not match.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867), section 3.1.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 5.0])
+        >>> merge_softmax_stats(softmax_stats(x[:1]), softmax_stats(x[1:]))
+        (tensor(5.), tensor(1.2034))
+    """
+    _check_stats(a, b)
+    (m_a, l_a), (m_b, l_b) = a, b
+    m = torch.maximum(m_a, m_b)
+    # Measured from the common maximum, so that m keeps its bits and no m is too large for log2 units.
+    origin = state.reference(m)
+    _, l_i, _, _ = state.merge((m_a - origin) * state.LOG2E, l_a, (m_b - origin) * state.LOG2E, l_b)
+    return m, l_i
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    """dim, counted from 0."""
+    check_float_tensor("x", x)
+    if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
+        raise type_error("dim", "must be an int", dim, "Softmax runs along one dimension; flatten several into one.")
+    rank = max(x.dim(), 1)
+    if not -rank <= dim < rank:
+        relation = f"must be from {-rank} to {rank - 1} for x of {x.dim()} dimensions"
+        raise value_error("dim", relation, dim, "The last dimension is -1.")
+    return dim % rank
+
+
+def _check_stats(a: Stats, b: Stats) -> None:
+    for side, pair in (("a", a), ("b", b)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise type_error(side, "must be a pair (m, l)", pair, "Pass what softmax_stats returned.")
+        for name, part in zip("ml", pair, strict=True):
+            check_float_tensor(f"{name}_{side}", part)
+            if part.dtype not in (torch.float32, torch.float64):
+                raise type_error(f"{name}_{side}", "dtype must be float32 or float64", part, "Cast it: .float().")
+    (m_a, l_a), (m_b, l_b) = a, b
+    for name, part in (("l_a", l_a), ("m_b", m_b), ("l_b", l_b)):
+        if part.dtype != m_a.dtype:
+            raise type_error(name, f"dtype must equal m_a's ({_short(m_a.dtype)})", part, "Cast one of them.")
+        if part.device != m_a.device:
+            raise value_error(name, f"must be on m_a's device ({m_a.device})", part, "Move it with .to(device).")
+    for side, (m, l_i) in (("a", a), ("b", b)):
+        if m.shape != l_i.shape:
+            relation = f"shape must equal m_{side}'s {tuple(m.shape)}"
+            raise value_error(f"l_{side}", relation, l_i, "Both describe the same rows.")
+    try:
+        torch.broadcast_shapes(m_a.shape, m_b.shape)
+    except RuntimeError:
+        remedy = "Both describe the same rows, over different columns."
+        raise value_error("m_b", f"shape must broadcast with m_a's {tuple(m_a.shape)}", m_b, remedy) from None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching views of x [..., N] and of results with the same leading dimensions: a tile's rows, at least one."""
+    rows = x.shape[:-1]
+    if rows.numel() * min(x.shape[-1], COLS) <= TILE * torch.get_num_threads() or rows.numel() <= 1:
+        yield x, *results
+        return
+    axis = max(range(len(rows)), key=lambda i: rows[i])
+    half = rows[axis] // 2
+    for start, length in ((0, half), (half, rows[axis] - half)):
+        yield from _rows(*(part.narrow(axis, start, length) for part in (x, *results)))
+
+
+def _columns(x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """x [..., N] in tiles of columns, each laid out row by row: a sum's order must not depend on where its row lies."""
+    for start in range(0, x.shape[-1], COLS):
+        yield x[..., start : start + COLS].to(dtype).contiguous()
+
+
+def _log2_from(origin: Tensor, x: Tensor) -> Tensor:
+    """A tile x [..., N], natural units, as scores in log2 units measured from origin [...]. Fresh memory.
+
+    x * log2(e) would overflow float32 from 2.4e38 on and round away what sets large scores apart; x - origin does not.
+    """
+    return (x - origin.unsqueeze(-1)).mul_(state.LOG2E)
+
+
+def _take(top: Tensor, l_i: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes a tile x [..., N] in natural units into (top, l_i) [...]; returns them and p = exp(x - top) [..., N].
+
+    top: the row maximum, natural units; l_i: the sum of exp(x - top), the state, pinned at 0, of scores less top.
+    """
+    top_new = torch.maximum(top, x.amax(-1))
+    origin = state.reference(top_new)
+    l_new = l_i * state.exp2((top - origin) * state.LOG2E)
+    p = state.update_pinned_(l_new, _log2_from(origin, x))
+    return top_new, l_new, p
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Stats:
+    """The state of x's rows before any column."""
+    return tuple(x.new_full(x.shape[:-1], value, dtype=dtype) for value in (state.EMPTY_M, state.EMPTY_L))  # type: ignore[return-value]
+
+
+def _softmax_torch(x: Tensor, y: Tensor) -> None:
+    """softmax(x) [..., N] into y, by tiles."""
+    dtype = _inner_dtype(x)
+    for x_rows, y_rows in _rows(x, y):
+        top, l_i = _empty(x_rows, dtype)
+        for tile in _columns(x_rows, dtype):
+            top, l_i, p = _take(top, l_i, tile)
+        inv_l = state.finish(top, l_i)[0].unsqueeze(-1)
+        if x.shape[-1] <= COLS:
+            y_rows.copy_(p.mul_(inv_l))
+            continue
+        origin = state.reference(top)
+        for tile, y_tile in zip(_columns(x_rows, dtype), y_rows.split(COLS, -1), strict=True):
+            y_tile.copy_(state.exp2_(_log2_from(origin, tile)).mul_(inv_l))
+
+
+def _stats_torch(x: Tensor, m: Tensor, l_sum: Tensor) -> None:
+    """(m, l) of x [..., N] into m and l_sum [...], by tiles."""
+    dtype = _inner_dtype(x)
+    for x_rows, m_rows, l_rows in _rows(x, m, l_sum):
+        top, l_i = _empty(x_rows, dtype)
+        for tile in _columns(x_rows, dtype):
+            top, l_i, _ = _take(top, l_i, tile)
+        m_rows.copy_(top)
+        l_rows.copy_(l_i)
+
+
+def _inner_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether x runs the Triton kernels: on a GPU, or on the CPU in Triton's interpreter; float64 never does."""
+    target = targets.of(x.device)
+    return x.dtype != torch.float64 and not target.triton and (x.is_cuda or target.interpreting)
+
+
+@torch.library.custom_op("flashattn_lite::online_softmax", mutates_args=())
+def _softmax_op(x: Tensor, dim: int) -> Tensor:
+    y = torch.empty_like(x)
+    if y.numel() == 0:
+        return y
+    if runs_triton(x):
+        from flashattn_lite.kernels import softmax as kernels
+
+        (kernels.launch if x.is_cuda else kernels.interpret)(x, (y,), dim)
+    else:
+        _softmax_torch(x.movedim(dim, -1), y.movedim(dim, -1))
+    return y
+
+
+@torch.library.custom_op("flashattn_lite::softmax_stats", mutates_args=())
+def _stats_op(x: Tensor, dim: int) -> Stats:
+    m, l_sum = _stats_like(x, dim)
+    if m.numel() == 0:
+        return m, l_sum
+    if runs_triton(x):
+        from flashattn_lite.kernels import softmax as kernels
+
+        results = m.unsqueeze(dim), l_sum.unsqueeze(dim)
+        (kernels.launch if x.is_cuda else kernels.interpret)(x, results, dim)
+    else:
+        _stats_torch(x.movedim(dim, -1), m, l_sum)
+    return m, l_sum
+
+
+def _stats_like(x: Tensor, dim: int) -> Stats:
+    shape = x.shape[:dim] + x.shape[dim + 1 :]
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+
+
+_softmax_op.register_fake(lambda x, dim: torch.empty_like(x))
+_stats_op.register_fake(_stats_like)
+
+
+def _softmax_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.dim = inputs[1]
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+    """dx = y (dy - sum(y dy))."""
+    (y,) = ctx.saved_tensors
+    return torch.ops.aten._softmax_backward_data(d_y, y, ctx.dim, y.dtype), None
+
+
+def _stats_setup(ctx: Any, inputs: tuple[Tensor, int], output: Stats) -> None:
+    ctx.dim = inputs[1]
+    ctx.save_for_backward(inputs[0])
+
+
+def _stats_backward(ctx: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
+    """With p = exp(x - m): dx = dl p, and the maxima share dm - dl l, because l falls by l where m rises by 1."""
+    (x,) = ctx.saved_tensors
+    if x.shape[ctx.dim] == 0:
+        return torch.zeros_like(x), None
+    inner = x.to(_inner_dtype(x))
+    d_m, d_l = (grad.unsqueeze(ctx.dim).to(inner.dtype) for grad in (d_m, d_l))
+    m = inner.amax(ctx.dim, keepdim=True)
+    p = torch.exp(inner - state.reference(m))
+    at_top = (inner == m) & (m != state.EMPTY_M)
+    share = (d_m - d_l * p.sum(ctx.dim, keepdim=True)) / at_top.sum(ctx.dim, keepdim=True).clamp_min(1)
+    return (d_l * p + torch.where(at_top, share, 0.0)).to(x.dtype), None
+
+
+_softmax_op.register_autograd(_softmax_backward, setup_context=_softmax_setup)
+_stats_op.register_autograd(_stats_backward, setup_context=_stats_setup)

@@ -1,0 +1,57 @@
+"""Facts of the machine that a problem would run on, read lazily: importing this file asks no GPU and imports no Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """`kind`: "cuda", "hip" or "cpu"; `arch`: 90 for sm_90, "gfx942" for AMD; `triton`: why Triton can't be used, or ""."""
+
+    kind: str
+    arch: int | str
+    name: str
+    triton: str = ""
+    interpreting: bool = False
+
+
+@functools.cache
+def why_no_triton() -> str:
+    """Empty if Triton can be imported, else the reason."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        import triton  # noqa: F401
+    except Exception as error:
+        return f"triton can't be imported ({error})"
+    return ""
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Triton runs its kernels in its interpreter, on CPU tensors (TRITON_INTERPRET=1 when Triton was imported)."""
+    if why_no_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _gpu(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return Target("hip", properties.gcnArchName.split(":")[0], properties.name, why_no_triton())
+    return Target("cuda", properties.major * 10 + properties.minor, properties.name, why_no_triton())
+
+
+def of(device: torch.device) -> Target:
+    """The target behind a torch device. Cached: one query per GPU and process."""
+    if device.type == "cuda" and not interpreting():
+        return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return Target(device.type, 0, device.type, why_no_triton(), interpreting())

@@ -1,0 +1,122 @@
+"""What holds for every attention, ready to be run on yours: random problems, an oracle with an error budget, and laws.
+
+    from flashattn_lite.testing import check
+
+    def mine(q, k, v, *, causal=False, return_lse=False): ...
+
+    check(mine, features={"causal", "gqa", "lse"})
+
+`check` draws problems (strategies.py, needs hypothesis), asks each law (laws.py, locality.py), and shrinks the first
+failure to the smallest problem that still fails. Without hypothesis, ask any law about a case of your own:
+`matches_oracle(mine, Case(q, k, v, causal=True))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
+from flashattn_lite.testing.laws import ALL_LAWS, PACKED_LAWS, matches_oracle
+from flashattn_lite.testing.oracle import Expected, assert_close_to_oracle, expect
+
+__all__ = [
+    "ALL_LAWS",
+    "PACKED_LAWS",
+    "Case",
+    "Expected",
+    "PackedCase",
+    "assert_close_to_oracle",
+    "check",
+    "check_packed",
+    "expect",
+    "matches_oracle",
+]
+
+
+def check(
+    attention: Attention,
+    *,
+    n: int = 50,
+    laws: Sequence[Law] = ALL_LAWS,
+    features: Collection[str] | None = None,
+    seed: int = 0,
+    shrink: bool = True,
+    **sizes: Any,
+) -> None:
+    """Asks every law n random problems; the first that fails raises, with the smallest problem found that fails it.
+
+    Args:
+        attention: called as `attention(q, k, v, **options, return_lse=True)`, with options of
+            `flashattn_lite.attention`, and only those that differ from their defaults. q (B, Hq, L, D),
+            k (B, Hkv, S, D), v (B, Hkv, S, Dv); returns (out, lse). Without "lse" in features it is called without
+            return_lse and returns out.
+        n: problems a law.
+        laws: default ALL_LAWS; those that need a feature which is not given are left out.
+        features: what attention knows, of `strategies.FEATURES`: "gqa", "causal", "q_start", "window", "scale",
+            "softcap", "mask", "sinks", "kv_lens", "lse", "gradients"; and what it must stand, "strides" (other than
+            contiguous), "hostile" (numbers that break careless softmaxes), "poison" (NaN in keys that nobody sees).
+            Default: all.
+        seed: the same seed draws the same problems.
+        shrink: look for a smaller problem before raising; without it the first failure is raised as it came.
+        sizes: device, dtypes, max_batch, max_heads, max_len, max_dim of `strategies.cases`.
+
+    Raises:
+        AssertionError: the law's message, with the place, the value, the bound and the problem.
+
+    >>> from flashattn_lite.reference import attention_reference
+    >>> check(attention_reference, n=2, laws=[matches_oracle], max_len=5)
+    """
+    from flashattn_lite.testing.strategies import FEATURES, cases
+
+    known = FEATURES if features is None else frozenset(features)
+    if not known <= FEATURES:
+        raise ValueError(f"features: must be among {sorted(FEATURES)}; got {sorted(known - FEATURES)}. Leave them out.")
+    asked = attention if "lse" in known else lambda *args, return_lse, **options: (attention(*args, **options), None)
+    for law in laws:
+        if getattr(law, "needs", frozenset()) <= known:
+            _ask(functools.partial(law, asked), cases(features=known, **sizes), n, law, seed, shrink)
+
+
+def check_packed(
+    attention_varlen: Callable[..., Any],
+    *,
+    n: int = 50,
+    laws: Sequence[Callable[..., None]] = PACKED_LAWS,
+    features: Collection[str] | None = None,
+    seed: int = 0,
+    shrink: bool = True,
+    **sizes: Any,
+) -> None:
+    """The same for packed sequences: `attention_varlen` has flashattn_lite.attention_varlen's signature."""
+    from flashattn_lite.testing.strategies import FEATURES, packed_cases
+
+    known = FEATURES if features is None else frozenset(features)
+    for law in laws:
+        _ask(functools.partial(law, attention_varlen), packed_cases(features=known, **sizes), n, law, seed, shrink)
+
+
+def _ask(
+    question: Callable[[Any], None], problems: Any, n: int, law: Callable[..., None], seed: int, shrink: bool
+) -> None:
+    import hypothesis
+    from hypothesis import HealthCheck, Phase
+
+    settings = hypothesis.settings(
+        max_examples=n,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+
+    def problem(case: Any) -> None:
+        question(case)
+
+    asked = settings(hypothesis.given(problems)(problem))
+    hypothesis.seed(zlib.crc32(f"{law.__name__} {seed}".encode()))(asked)()

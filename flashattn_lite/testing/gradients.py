@@ -1,0 +1,94 @@
+"""What the right gradients are, in float64 by plain autograd of the definition, and how far an honest backward may be.
+
+The bound follows the backward of any fused attention, term by term in absolute values, with
+e_ij = some eps + the uncertainty of the weight p_ij (see oracle.py):
+
+    |dV_j| by sum_i e_ij p_ij |dO_i|,
+    |dS_ij| by e_ij p_ij (|dO_i| . |v_j| + sum_d |dO_id| sum_j p_ij |v_jd| + |dlse_i|),
+    |dQ|, |dK| by those of dS times |K|, |Q|, and a float mask and the sinks by sums of dS.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.reference import attention_reference, repeat_heads, weigh
+from flashattn_lite.testing.case import Attention, Case
+from flashattn_lite.testing.oracle import (
+    ACCUMULATION,
+    ROUNDING,
+    accumulator_eps,
+    smallest_weight,
+    upcast,
+    weights,
+)
+
+NAMES = ("q", "k", "v", "mask", "sinks")
+Gradients = dict[str, tuple[Tensor, Tensor]]
+
+
+def differentiable(case: Case) -> tuple[str, ...]:
+    """Names of the tensors that have a gradient."""
+    tensors = {name: getattr(case, name) for name in NAMES}
+    return tuple(name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point)
+
+
+def run_backward(attention: Attention, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor | None]:
+    """Gradients of sum(out * d_out) + sum(lse * d_lse); None where attention gives none. Strides are kept."""
+    leaves = {name: getattr(case, name).detach().requires_grad_() for name in differentiable(case)}
+    options = case.options() | {name: leaves[name] for name in leaves if name not in ("q", "k", "v")}
+    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True)
+    assert out.requires_grad, f"out is detached from its inputs in {case}"
+    results, upstream = [out], [d_out.to(out.dtype)]
+    if d_lse is not None and lse is not None:
+        assert lse.requires_grad, f"lse is detached from its inputs in {case}"
+        results, upstream = [out, lse], [*upstream, d_lse.to(lse.dtype)]
+    grads = torch.autograd.grad(results, list(leaves.values()), upstream, allow_unused=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def expect_gradients(case: Case, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+    """Name -> (gradient, bound), float64."""
+    exact = upcast(case)
+    grads = run_backward(attention_reference, exact, d_out.double(), None if d_lse is None else d_lse.double())
+    bounds = _bounds(exact, case, d_out.double().abs(), d_lse)
+    result = {}
+    for name, grad in grads.items():
+        assert grad is not None
+        tiny = torch.finfo(case.q.dtype).smallest_normal
+        result[name] = (grad, bounds[name].sum_to_size(grad.shape) + ROUNDING * _eps(case) * grad.abs() + tiny)
+    return result
+
+
+def _eps(case: Case) -> float:
+    return torch.finfo(case.q.dtype).eps
+
+
+def _bounds(exact: Case, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
+    """The formulas above; d_out is its absolute value, unseen NaN is cleared."""
+    w, heads = weights(case), case.q.shape[1]
+    q, k, v = (x.abs().nan_to_num(nan=0.0, posinf=0.0) for x in (exact.q, exact.k, exact.v))
+    k_heads, v_heads = repeat_heads(k, heads), repeat_heads(v, heads)
+    unit = ROUNDING * _eps(case) + ACCUMULATION * accumulator_eps(case)
+    row = (w.p * w.delta).sum(-1, keepdim=True) + (w.p_sink * w.delta_sink).unsqueeze(-1)  # of the denominator
+    e = unit + 2 * torch.expm1((w.delta + row).clamp(max=30.0))
+
+    size = weigh(w.p, v_heads, w.seen)
+    d_delta = (d_out * size).sum(-1, keepdim=True)
+    if d_lse is not None:
+        d_delta = d_delta + d_lse.double().abs().unsqueeze(-1)
+    lost = torch.where(w.seen, smallest_weight(case.q.dtype), 0.0)
+    d_p = d_out @ v_heads.mT
+    p = torch.where(w.seen, e * w.p, 0.0)
+    d_s = p * (d_p + d_delta) + lost * (d_p + d_delta + 1)
+    sink = w.p_sink * torch.expm1(w.delta_sink + row.squeeze(-1)) + unit * w.p_sink
+    batch, heads_kv, len_k = k.shape[:3]
+    grouped = lambda x: x.view(batch, heads_kv, case.group, len_k, x.shape[-1]).sum(2)
+    return {
+        "q": abs(case.factor) * (d_s @ k_heads),
+        "k": grouped(abs(case.factor) * (d_s.mT @ q)),
+        "v": grouped((p + lost).mT @ d_out),
+        "mask": d_s,
+        "sinks": (2 * sink * d_delta.squeeze(-1)).sum((0, 2)),
+    }

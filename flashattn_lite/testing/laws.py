@@ -1,0 +1,249 @@
+"""What is true of every attention: laws as plain functions `law(attention, case)` that raise AssertionError.
+
+`attention` is any callable with flashattn_lite.attention's signature, or the part of it that is tested. A law that
+needs an option turns it on by itself; `needs` names the features without which it can't be asked. Two results of one
+problem may differ by twice the oracle's bound. The laws that speak of bits live in locality.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashattn_lite.api import merge_attention
+from flashattn_lite.reference import repeat_heads
+from flashattn_lite.testing.case import Attention, Case, PackedCase, Result, needs
+from flashattn_lite.testing.gradients import expect_gradients, run_backward
+from flashattn_lite.testing.locality import LOCALITY_LAWS, packed_neighbours_are_irrelevant
+from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
+from flashattn_lite.testing.results import assert_within, run, run_packed
+
+# ---- the answer -----------------------------------------------------------------------------------------------------
+
+
+@needs()
+def matches_oracle(attention: Attention, case: Case) -> None:
+    """The result is the definition's, within the rounding of the dtype."""
+    assert_close_to_oracle(*run(attention, case), case)
+
+
+@needs("gradients")
+def gradients_match_autograd(attention: Attention, case: Case) -> None:
+    """The gradients of q, k, v, a float mask and the sinks are those of autograd through the definition."""
+    q, k, v = (x.detach().clamp(-4, 4) for x in (case.q, case.k, case.v))  # a product of three must fit in float16
+    case = case.replace(q=q, k=k, v=v)
+    if case.mask is not None and case.mask.dtype != torch.bool:
+        case = case.replace(mask=torch.where(case.mask == -math.inf, case.mask, case.mask.clamp(-8, 8)))
+    if not bool(torch.isfinite(expect(case, eager=False).out).all()):
+        return
+    generator = case.generator()
+    d_out = torch.randn(*q.shape[:3], v.shape[-1], generator=generator).to(q)
+    d_lse = torch.randn(q.shape[:3], generator=generator).to(q.device)
+    with torch.no_grad():
+        _, lse = run(attention, case)
+    for upstream in (None,) if lse is None else (None, d_lse):
+        grads = run_backward(attention, case, d_out, upstream)
+        for name, (want, bound) in expect_gradients(case, d_out, upstream).items():
+            got = grads[name]
+            assert got is not None, f"no gradient reaches {name} in {case}"
+            assert_within(f"gradient of {name}", got, want, bound, case)
+
+
+# ---- the state ------------------------------------------------------------------------------------------------------
+
+
+@needs("lse", "mask")
+def merge_of_any_split_is_the_whole(attention: Attention, case: Case) -> None:
+    """Attention over parts of the keys, each key in one part, merges to attention over all; a sink enters one part."""
+    parts, len_k = 1 + case.integer(0, 3), case.k.shape[2]
+    owner = torch.randint(0, parts, (len_k,), generator=case.generator()).to(case.q.device)
+    results = []
+    for part in range(parts):
+        sinks = case.sinks if part == 0 else None
+        results.append(run(attention, case.hide(owner != part).replace(sinks=sinks)))
+    _agree(merge_attention(results), run(attention, case), case)
+
+
+@needs("lse", "q_start")
+def merge_of_cut_keys_is_the_whole(attention: Attention, case: Case) -> None:
+    """The same with the keys cut in two tensors: the second's queries start earlier by the length of the first."""
+    len_q, len_k = case.q.shape[2], case.k.shape[2]
+    q_start = len_k - len_q if case.q_start is None else case.q_start
+    case = case.replace(kv_lens=None, q_start=q_start)
+    cut = case.integer(0, len_k)
+    first = run(attention, case.keys(slice(0, cut)))
+    second = run(attention, case.keys(slice(cut, len_k)).replace(q_start=q_start - cut, sinks=None))
+    _agree(merge_attention([first, second]), run(attention, case), case)
+
+
+@needs("mask")
+def shift_of_scores_moves_lse(attention: Attention, case: Case) -> None:
+    """A constant added to all scores of all rows leaves out as it is and adds itself to lse."""
+    shift = (-3.0, 0.5, 7.25)[case.integer(0, 2)]
+    mask, sinks = case.float_mask(), None if case.sinks is None else case.sinks.float()
+    case = case.replace(mask=mask, sinks=sinks)
+    shifted = case.replace(mask=mask + shift, sinks=None if sinks is None else sinks + shift)
+    out, lse = run(attention, shifted)
+    _agree((out, None if lse is None else lse - shift), run(attention, case), case)
+
+
+# ---- other ways to say the same -------------------------------------------------------------------------------------
+
+
+@needs("gqa")
+def gqa_is_repeated_kv(attention: Attention, case: Case) -> None:
+    """Grouped heads read what a repeated key head would hold."""
+    repeated = case.map_kv(lambda x: repeat_heads(x, case.q.shape[1]))
+    _agree(run(attention, repeated), run(attention, case), case)
+
+
+@needs()
+def strides_are_irrelevant(attention: Attention, case: Case) -> None:
+    """The same numbers, contiguous."""
+    _agree(run(attention, case.contiguous()), run(attention, case), case)
+
+
+@needs()
+def order_of_keys_is_irrelevant(attention: Attention, case: Case) -> None:
+    """Without positions, keys may come in any order."""
+    case = case.replace(causal=False, window=None, q_start=None, kv_lens=None)
+    order = torch.randperm(case.k.shape[2], generator=case.generator()).to(case.q.device)
+    _agree(run(attention, case.keys(order)), run(attention, case), case)
+
+
+@needs("mask")
+def visibility_is_a_mask(attention: Attention, case: Case) -> None:
+    """causal, window and kv_lens say what a mask of (B, Hq, L, S) says."""
+    _agree(run(attention, case.as_mask()), run(attention, case), case)
+
+
+@needs("kv_lens")
+def kv_lens_cut_the_keys(attention: Attention, case: Case) -> None:
+    """kv_lens[b] gives what slicing the keys of sequence b gives."""
+    batch, len_k = case.q.shape[0], case.k.shape[2]
+    lens = torch.randint(0, len_k + 1, (batch,), generator=case.generator(), dtype=torch.int32)
+    case = case.replace(kv_lens=lens.to(case.q.device))
+    out, lse = run(attention, case)
+    for b, length in enumerate(lens.tolist()):
+        alone = case.sequence(b).keys(slice(0, length)).replace(kv_lens=None)
+        one = slice(b, b + 1)
+        _agree(run(attention, alone), (out[one], None if lse is None else lse[one]), alone)
+
+
+@needs("scale")
+def scale_is_a_factor_of_q(attention: Attention, case: Case) -> None:
+    """q doubled with half the scale is the same; doubling is exact."""
+    case = case.replace(q=case.q.clamp(-3e4, 3e4), scale=case.factor)
+    _agree(run(attention, case.replace(q=case.q * 2, scale=case.factor / 2)), run(attention, case), case)
+
+
+@needs("softcap")
+def a_high_softcap_is_none(attention: Attention, case: Case) -> None:
+    """c tanh(s / c) goes to s as c grows: from c = 10^5 |s| on they differ by less than |s| 10^-10."""
+    case = case.replace(softcap=None)
+    norms = [x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).flatten() for x in (case.q, case.k)]
+    highest = math.prod(float(norm.max()) if norm.numel() else 0.0 for norm in norms) * abs(case.factor)
+    _agree(run(attention, case.replace(softcap=1e5 * (1 + highest))), run(attention, case), case)
+
+
+@needs("mask", "sinks")
+def a_sink_is_a_key_of_value_zero(attention: Attention, case: Case) -> None:
+    """One more key with k = 0 and v = 0, and the sink as its mask, does what the sink does."""
+    sinks = torch.randn(case.q.shape[1], generator=case.generator()).mul(3).to(case.q.device)
+    case = case.as_mask().replace(q=case.q.nan_to_num(), sinks=sinks)  # NaN . 0 is NaN, and a sink is a number
+    rows = case.q.shape[:3]
+    column = sinks.view(1, rows[1], 1, 1).expand(*rows, 1)
+    mask = torch.cat([case.float_mask().expand(*rows, case.k.shape[2]), column], dim=-1)
+    longer = case.map_kv(lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], dim=2))
+    _agree(run(attention, longer.replace(mask=mask, sinks=None)), run(attention, case), case)
+
+
+def packed_is_a_loop_of_dense(attention_varlen: Attention, case: PackedCase) -> None:
+    """Each packed sequence gets what dense attention gives it alone."""
+    out, lse = run_packed(attention_varlen, case)
+    for b, (rows, _) in enumerate(case.sequences()):
+        dense_out = out[rows].transpose(0, 1).unsqueeze(0)
+        assert_close_to_oracle(dense_out, lse[:, rows].unsqueeze(0), case.dense(b))
+
+
+# ---- weights are weights --------------------------------------------------------------------------------------------
+
+
+@needs("mask")
+def a_blind_row_is_zero(attention: Attention, case: Case) -> None:
+    """A row that sees no key: out exactly 0, lse exactly -inf, or the sink to the rounding of float32."""
+    len_q, len_k = case.q.shape[2], case.k.shape[2]
+    blind = torch.rand(len_q, generator=case.generator()).to(case.q.device) < 0.5
+    case = case.hide(blind.view(-1, 1).expand(len_q, len_k))
+    out, lse = run(attention, case)
+    assert bool((out[:, :, blind] == 0).all()), f"a row that sees no key must be 0; it is not in {case}"
+    if lse is not None:
+        sinks = torch.full((case.q.shape[1],), -math.inf).to(lse) if case.sinks is None else case.sinks.to(lse.dtype)
+        got = lse[:, :, blind]
+        want = sinks.view(1, sinks.shape[0], 1).expand_as(got)
+        assert_within("lse of rows that see no key", got, want, 1e-6 * (1 + want.abs()), case)
+
+
+@needs()
+def constant_values_come_out(attention: Attention, case: Case) -> None:
+    """Where every key holds one value, a row that sees any key returns it: the weights sum to 1."""
+    if not case.k.shape[2]:
+        return
+    value = torch.randn(*case.v.shape[:2], 1, case.v.shape[3], generator=case.generator()).to(case.v)
+    case = case.replace(v=value.expand_as(case.v), sinks=None)
+    out, _ = run(attention, case)
+    answer = expect(case)
+    want = repeat_heads(value, case.q.shape[1]).double().expand_as(out).masked_fill(answer.blind.unsqueeze(-1), 0.0)
+    want = torch.where(torch.isfinite(answer.out), want, answer.out)  # a row with NaN in q is no weighted sum
+    assert_within("out of constant values", out, want, answer.out_bound, case)
+
+
+@needs()
+def out_lies_between_the_values(attention: Attention, case: Case) -> None:
+    """Each element lies between the least and the greatest value that its row sees (or 0, with a sink)."""
+    if not case.q.shape[2] or not case.k.shape[2]:
+        return
+    out, _ = run(attention, case)
+    answer, seen = expect(case), case.visible()
+    v = repeat_heads(case.v.double(), case.q.shape[1])
+    for salt in range(4):
+        i = case.integer(0, case.q.shape[2] - 1, salt)
+        sees = seen[:, :, i].unsqueeze(-1)
+        low, high = torch.where(sees, v, math.inf).amin(2), torch.where(sees, v, -math.inf).amax(2)
+        if case.sinks is not None:
+            low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        held = torch.isfinite(answer.out[:, :, i]) & ~answer.blind[:, :, i].unsqueeze(-1)
+        got = torch.where(held, out[:, :, i].double(), 0.0)
+        nearest = torch.where(held, torch.minimum(torch.maximum(got, low), high), 0.0)
+        assert_within(f"row {i} of out", got, nearest, answer.out_bound[:, :, i], case)
+
+
+def _agree(got: Result, want: Result, case: Case) -> None:
+    """Two results of one problem: each may be one bound away from the answer."""
+    answer = expect(case)
+    assert_within("out", got[0], want[0], 2 * answer.out_bound, case)
+    if got[1] is not None and want[1] is not None:
+        assert_within("lse", got[1], want[1], 2 * answer.lse_bound, case)
+
+
+ALL_LAWS = (
+    matches_oracle,
+    merge_of_any_split_is_the_whole,
+    merge_of_cut_keys_is_the_whole,
+    shift_of_scores_moves_lse,
+    gqa_is_repeated_kv,
+    strides_are_irrelevant,
+    order_of_keys_is_irrelevant,
+    visibility_is_a_mask,
+    kv_lens_cut_the_keys,
+    scale_is_a_factor_of_q,
+    a_high_softcap_is_none,
+    a_sink_is_a_key_of_value_zero,
+    a_blind_row_is_zero,
+    constant_values_come_out,
+    out_lies_between_the_values,
+    gradients_match_autograd,
+    *LOCALITY_LAWS,
+)
+PACKED_LAWS = (packed_is_a_loop_of_dense, packed_neighbours_are_irrelevant)

@@ -1,0 +1,95 @@
+"""Tensors for attention problems: hostile numbers, masks of every shape, strides of every kind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.testing.case import Case
+
+LAYOUTS = ("contiguous", "rows before heads", "slice of a longer tensor", "padded rows", "every other element")
+NUMBERS = ("normal", "large logits", "extreme", "subnormal", "constant rows", "one outlier", "one NaN query")
+
+
+def make_numbers(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Standard normal q, k, v turned hostile. Values stay below 65504: un-normalised sums must fit in float32."""
+    if kind == "large logits":
+        return q * 30, k * 10, v
+    if kind == "extreme":
+        q, k, v = (torch.where(torch.rand(x.shape, generator=rng) < 0.02, x.sign() * 65504, x) for x in (q, k, v))
+    if kind == "subnormal":
+        return q, k * torch.finfo(dtype).tiny, v * torch.finfo(dtype).tiny / 4
+    if kind == "constant rows":
+        return q[..., :1].expand_as(q), k[..., :1].expand_as(k), v
+    if kind == "one outlier" and k.numel():
+        k[:, :, int(torch.randint(0, k.shape[2], (), generator=rng))] *= 100
+    if kind == "one NaN query" and q.numel():
+        q[:, -1, int(torch.randint(0, q.shape[2], (), generator=rng)), 0] = math.nan
+    return q, k, v
+
+
+def make_mask(plan: dict[str, Any], full: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    """A mask broadcastable to `full`; of its rows about one in eight sees nothing."""
+    shape = [size if kept else 1 for size, kept in zip(full, plan["full"], strict=True)]
+    while plan["drop"] and shape and shape[0] == 1:
+        shape.pop(0)
+    seen = torch.rand(shape, generator=rng) < plan["seen"]
+    if shape:
+        seen &= torch.rand((*shape[:-1], 1), generator=rng) > 1 / 8
+    if plan["kind"] == "bool":
+        return seen
+    float_dtype = torch.float32 if plan["kind"] == "float32" else dtype
+    bias = (2 * torch.randn(shape, generator=rng)).to(float_dtype)
+    if plan["far"]:
+        bias = bias.masked_fill(torch.rand(shape, generator=rng) < 0.2, torch.finfo(float_dtype).min)
+    return bias.masked_fill(~seen, -math.inf)
+
+
+def poison_unseen(case: Case, value: float) -> Case:
+    """Keys that no row sees, in any head that shares them, hold `value`."""
+    batch, heads_kv, len_k = case.k.shape[:3]
+    if not case.q.shape[2]:
+        return case
+    unseen = ~case.visible().any(2).view(batch, heads_kv, case.group, len_k).any(2)
+    return case.map_kv(lambda x: x.masked_fill(unseen.unsqueeze(-1), value))
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers at other strides. Memory between them holds NaN (in bool masks True): a stray read shows."""
+    if layout == "rows before heads" and x.dim() >= 3:
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    grow, take = [0, 0], [slice(None), slice(None)]
+    if layout == "slice of a longer tensor" and x.dim() >= 2:
+        grow, take = [3, 0], [slice(1, x.shape[-2] + 1), slice(None)]
+    elif layout == "padded rows" and x.dim() >= 2:
+        grow, take = [0, 5], [slice(None), slice(0, x.shape[-1])]
+    elif layout == "every other element" and x.dim() >= 2:
+        grow, take = [0, x.shape[-1]], [slice(None), slice(0, None, 2)]
+    if grow == [0, 0]:
+        return x.contiguous()
+    shape = (*x.shape[:-2], x.shape[-2] + grow[0], x.shape[-1] + grow[1])
+    room = torch.full(shape, True if x.dtype == torch.bool else math.nan, dtype=x.dtype)
+    view = room[..., take[0], take[1]]
+    view.copy_(x)
+    return view
+
+
+def move(case: Any, device: torch.device) -> Any:
+    """To the device with all strides kept, which `Tensor.to` does not promise for tensors with gaps."""
+    if device.type == "cpu":
+        return case
+    tensors = {name: x for name, x in vars(case).items() if isinstance(x, Tensor)}
+    return case.replace(**{name: _move(x, device) for name, x in tensors.items()})
+
+
+def _move(x: Tensor, device: torch.device) -> Tensor:
+    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())

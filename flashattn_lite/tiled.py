@@ -1,0 +1,143 @@
+"""Attention over tiles in plain torch, on any device, in memory linear in L and S: the CPU's path.
+
+A tile of query rows visits the key tiles that it sees and keeps the state (m_i, l_i, acc) of `state.py`.
+On the CPU it first takes 0 for the reference of every row, which spares the maximum, the subtraction and the rescale:
+2^s itself fits in float32 for any scores that a trained model makes. Where a row's sum leaves the safe range, or its
+result is not finite, the tile is done again with care: rows that were right keep their bits, the others get the running
+maximum, and non-finite values reach only the rows that see them.
+
+On the CPU a row's bits depend on that row alone. On a GPU the library behind torch.bmm picks its kernel by the batch
+size too, so there they may differ between batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import state
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.scores import cap, query_factor
+from flashattn_lite.state import LOG2E
+from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, fit, operand, sequences
+
+
+def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:
+    """The tile that a problem runs with, by problem.len_q, or by the len_q and len_k of one packed sequence.
+
+    Within 1% of the fastest of 12 shapes in up to 4 sizes, for L from 1k to 4k, D 64, float32, two threads of an
+    AVX-512 CPU. Where a diagonal cuts the scores, smaller tiles waste less on its corners. Not tuned on GPUs.
+    """
+    len_q = problem.len_q if len_q is None else len_q
+    len_k = problem.len_k if len_k is None else len_k
+    diagonal = problem.features.left or problem.features.right
+    if problem.device.type != "cpu":
+        return fit(problem, len_q, len_k, scores=2**24, rows=256 if diagonal else 1024, keys=256)
+    if diagonal:
+        return fit(problem, len_q, len_k, scores=2**20, rows=256, keys=256)
+    return fit(problem, len_q, len_k, scores=2**19, rows=1024, keys=128)
+
+
+@torch.no_grad()
+def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    """Fills out (the layout and dtype of q) and lse (float32, natural log); both may have any strides."""
+    if lse.numel() == 0:
+        return
+    for seq in sequences(problem, inputs):
+        shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
+        slots = max(2, min(shape.slots, seq.q.shape[0] * problem.heads_kv))
+        scores = slots * problem.group * shape.rows * min(shape.keys, seq.k.shape[2])
+        buffer = inputs.q.new_empty(scores, dtype=torch.promote_types(problem.dtype, torch.float32))
+        out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
+        for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
+            acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
+            slots = tile.shape[0] * tile.shape[1]
+            result = acc[:slots, :, : problem.head_dim_v] * inv_l[:slots].unsqueeze(-1)
+            tile.rows(out_rows).copy_(result.view(*tile.shape, -1))
+            tile.rows(lse_rows).copy_(lse_tile[:slots].view(tile.shape))
+
+
+class RowPass:
+    """The passes of one row tile over its keys; the last one gives (acc, inv_l, lse)."""
+
+    def __init__(self, seq: Sequences, tile: RowTile, buffer: Tensor) -> None:
+        problem = seq.problem
+        self.seq, self.tile, self.softcap, self.buffer = seq, tile, problem.softcap, buffer
+        self.on_host = problem.device.type == "cpu"  # only there may the next step depend on a value
+        self.dtype = torch.promote_types(problem.dtype, torch.float32)
+        self.lone = 2 if self.on_host else 0
+        factor = query_factor(problem.scale, problem.softcap)
+        self.q = operand(tile.packed(seq.q).to(self.dtype) * factor, self.dtype, self.lone).contiguous()
+        self.acc_shape = (*self.q.shape[:2], -(-problem.head_dim_v // ALIGN) * ALIGN)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.on_host:
+            acc, m_i, l_i = self.careful(None)
+            return acc, *state.finish(m_i, l_i)
+        for finite in (True, False):
+            acc, l_i = self.pinned(finite)
+            settled = state.settled(l_i)
+            if bool(settled.all()) and bool(torch.isfinite(acc.sum())):
+                return acc, *state.finish(torch.zeros_like(l_i), l_i)
+        acc, m_i, l_i = self.careful(settled)
+        # A sum near the top of the range times a huge value can overflow where the running maximum does not.
+        overflowed = settled & ~torch.isfinite(acc).all(-1)
+        if bool(overflowed.any()):
+            acc, m_i, l_i = self.careful(settled & ~overflowed)
+        return acc, *state.finish(m_i, l_i)
+
+    def pinned(self, finite: bool) -> tuple[Tensor, Tensor]:
+        """(acc, l_i) about the reference 0; `finite`: in the belief that invisible scores are finite."""
+        m_i, l_i = self.start()
+        l_i = l_i * state.exp2(m_i)
+        acc = self.q.new_zeros(self.acc_shape)
+        for n, whole in self.tile.visited():
+            p = state.update_pinned_(l_i, self.scores(n, whole, finite))
+            acc.baddbmm_(p, self.keys(self.seq.v, n))
+            if n.start == 0 and bool((l_i > state.SETTLED[1]).all()):
+                break  # sums only grow: no row will settle
+        return acc, l_i
+
+    def careful(self, pinned: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(acc, m_i, l_i) about 0 for `pinned` rows, about the running maximum for others."""
+        m_i, l_i = self.start()
+        if pinned is not None:
+            l_i = torch.where(pinned, l_i * state.exp2(m_i), l_i)
+            m_i = torch.where(pinned, 0.0, m_i)
+        acc = self.q.new_zeros(self.acc_shape)
+        unbounded = torch.zeros_like(acc)
+        for n, whole in self.tile.visited():
+            v = self.keys(self.seq.v, n)
+            s = self.scores(n, whole)
+            finite = torch.isfinite(v)
+            if not (self.on_host and bool(finite.all())):
+                # 0 * inf is NaN: what is not finite leaves the product and is counted for the rows that see it.
+                seen = (s != -torch.inf).to(s.dtype)
+                nan = torch.isnan(v)
+                up, down = (seen @ (v == inf).logical_or_(nan).to(s.dtype) for inf in (torch.inf, -torch.inf))
+                unbounded += torch.where(up > 0, torch.inf, 0.0) + torch.where(down > 0, -torch.inf, 0.0)
+                v = torch.where(finite, v, 0.0)
+            m_i, l_i, alpha, p = state.update(m_i, l_i, s, 1.0, pinned)
+            acc.mul_(alpha.unsqueeze(-1)).baddbmm_(p, v)
+        return acc + unbounded, m_i, l_i
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The state before the first key: empty, or the sink."""
+        if self.seq.sinks is None:
+            empty = self.q.new_full(self.q.shape[:2], state.EMPTY_M)
+            return empty, torch.zeros_like(empty)
+        sinks = self.tile.packed(self.seq.sinks).to(self.dtype) * LOG2E
+        return state.single(sinks.expand(self.q.shape[:2]))
+
+    def keys(self, x: Tensor, n: slice) -> Tensor:
+        return operand(self.tile.keys(x, n), self.dtype, self.lone)
+
+    def scores(self, n: slice, whole: bool, finite: bool = False) -> Tensor:
+        """[slots, rows, keys] in log2 units, -inf where invisible; `whole`: every pair is visible."""
+        slots, rows, _ = self.q.shape
+        width = n.stop - n.start
+        s = self.buffer[: slots * rows * width].view(slots, rows, width)
+        s = cap(torch.bmm(self.q, self.keys(self.seq.k, n).mT, out=s), self.softcap)
+        return s if whole else self.tile.hide_(s, n, finite)

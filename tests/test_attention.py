@@ -1,0 +1,159 @@
+"""Directed cases for attention on each backend: what hypothesis would find late. The laws are in test_laws.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference, attention_varlen_reference
+from flashattn_lite.testing import Case, matches_oracle
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def randn(device, *shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def qkv(device, len_q, len_k, dim=16, heads=2, heads_kv=1, batch=1, dtype=torch.float32):
+    shapes = ((batch, heads, len_q, dim), (batch, heads_kv, len_k, dim), (batch, heads_kv, len_k, dim))
+    return [randn(device, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def close(out, expected, eps=4e-6):
+    torch.testing.assert_close(out.double(), expected.double(), atol=eps, rtol=eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [(1, 1), (3, 70), (80, 80), (96, 33), (192, 128), (256, 256)], ids=str)
+def test_head_dims(device, dtype, dim):
+    q, k = randn(device, 1, 2, 35, dim[0], dtype=dtype), randn(device, 1, 1, 40, dim[0], dtype=dtype, seed=1)
+    v = randn(device, 1, 1, 40, dim[1], dtype=dtype, seed=2)
+    matches_oracle(fa.attention, Case(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("len_q", [1, 31, 64, 129])
+@pytest.mark.parametrize("len_k", [1, 33, 128, 200])
+def test_lengths_and_window(device, len_q, len_k):
+    q, k, v = qkv(device, len_q, len_k)
+    for options in ({}, {"causal": True}, {"window": (20, 5)}, {"causal": True, "q_start": 3}, {"window": (0, 0)}):
+        out, lse = fa.attention(q, k, v, return_lse=True, **options)
+        expected, exact = attention_reference(q.double(), k.double(), v.double(), return_lse=True, **options)
+        close(out, expected)
+        close(lse, exact)
+
+
+def test_far_diagonals_do_not_overflow(device):
+    q, k, v = qkv(device, 5, 7)
+    for q_start in (2**31 + 7, 2**40, -(2**40)):
+        for options in ({"causal": True}, {"window": (2**33, 2**33)}, {"window": (2**45, 0)}):
+            expected = attention_reference(q.double(), k.double(), v.double(), q_start=q_start, **options)
+            close(fa.attention(q, k, v, q_start=q_start, **options), expected)
+
+
+@pytest.mark.parametrize("growth", [0.5, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_grow_from_tile_to_tile(device, growth, dtype):
+    """A reference taken from the first tiles is far too low for the last: such rows must be noticed and redone."""
+    q, k, v = qkv(device, 40, 700, dtype=dtype)
+    q[..., 0] = 1
+    k[..., 0] = torch.arange(700, device=device) / 700 * growth * 4  # scale is 1/4
+    matches_oracle(fa.attention, Case(q, k, v))
+    matches_oracle(fa.attention, Case(q, k.flip(2), v, causal=True))
+
+
+@pytest.mark.parametrize("size", [1e3, 1e10, 1e17])
+def test_huge_logits_pick_the_largest(device, size):
+    """A scale folded into a fused multiply-add overflows or vanishes here, because the maximum is rounded."""
+    q, k, v = qkv(device, 9, 300)
+    q, k = q * size**0.5, k * size**0.5
+    scores = q.double() @ k.double().mT / 4
+    out, lse = fa.attention(q, k, v, return_lse=True)
+    close(lse / size, scores.logsumexp(-1) / size)
+    close(out, scores.softmax(-1) @ v.double(), 1e-2 if size < 1e4 else 4e-6)  # close calls exist at 1e3 only
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_hides_behind_causality_stays_there(device, value):
+    q, k, v = qkv(device, 90, 90)
+    expected = fa.attention(q, k, v, causal=True)
+    v[:, :, 70:, 3] = value
+    k[:, :, 80:] = value
+    out = fa.attention(q, k, v, causal=True)
+    assert torch.equal(out[:, :, :70], expected[:, :, :70])
+    close(out[:, :, 70:80, :3], expected[:, :, 70:80, :3])  # these rows see the value, and were computed once more
+    seen = out[:, :, 70:80, 3]
+    assert (seen.isnan() if math.isnan(value) else seen == value).all()
+
+
+def test_both_infinities_in_sight_are_nan(device):
+    q, k, v = qkv(device, 3, 50)
+    v[:, :, 10, 0], v[:, :, 20, 0] = math.inf, -math.inf
+    out = fa.attention(q, k, v)
+    assert out[..., 0].isnan().all()
+    assert out[..., 1:].isfinite().all()
+
+
+def test_sinks(device):
+    q, k, v = qkv(device, 5, 40)
+    for sinks in ([0.0, 3.0], [-math.inf, 90.0], [-200.0, -math.inf]):
+        sinks = torch.tensor(sinks, device=device)
+        out, lse = fa.attention(q, k, v, sinks=sinks, return_lse=True)
+        expected, exact = attention_reference(q.double(), k.double(), v.double(), sinks=sinks.double(), return_lse=True)
+        close(out, expected)
+        close(lse, exact)
+    nothing, lse = fa.attention(q, k[:, :, :0], v[:, :, :0], sinks=sinks, return_lse=True)
+    assert not nothing.any()
+    assert torch.equal(lse, sinks[None, :, None].expand_as(lse))
+
+
+def test_kv_lens_out_of_range_are_clamped(device):
+    q, k, v = qkv(device, 4, 20, batch=3)
+    lens = torch.tensor([-5, 20, 1000], dtype=torch.int32, device=device)
+    out, lse = fa.attention(q, k, v, kv_lens=lens, return_lse=True)
+    assert not out[0].any()
+    assert (lse[0] == -math.inf).all()
+    close(out[1:], attention_reference(q[1:].double(), k[1:].double(), v[1:].double()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (9, 2), "softcap": 3.0}, {"causal": True, "q_start": 1}]
+)
+def test_packed(device, options):
+    lens_q, lens_k = [5, 0, 70, 1], [9, 3, 65, 0]
+    q, k, v = (randn(device, sum(lens), h, 16, seed=h) for lens, h in ((lens_q, 4), (lens_k, 2), (lens_k, 2)))
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).to(device, torch.int32) for lens in (lens_q, lens_k))
+    out, lse = fa.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    expected, exact = attention_varlen_reference(
+        q.double(), k.double(), v.double(), cu_q, cu_k, return_lse=True, **options
+    )
+    close(out, expected)
+    close(lse, exact)
+    with_limits = fa.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=100, max_seqlen_k=100, **options)
+    close(with_limits, expected)
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+def test_merge_of_parts_is_the_whole(device, heads):
+    q, k, v = qkv(device, 5, 60, heads=heads)
+    cuts = [0, 1, 1, 40, 60]
+    parts = [fa.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in zip(cuts, cuts[1:], strict=False)]
+    out, lse = fa.merge_attention(parts)
+    whole, exact = fa.attention(q, k, v, return_lse=True)
+    close(out, whole)
+    close(lse, exact)
+    one, same = fa.merge_attention([parts[1], parts[0], parts[1]])  # parts[1] is empty: the identity, to the last bit
+    assert torch.equal(one, parts[0][0])
+    assert torch.equal(same, parts[0][1])
+
+
+def test_fp32_is_fp32(device):
+    """Full precision unless torch itself was allowed TF32: a product of 24-bit numbers tells them apart."""
+    q = torch.full((1, 1, 1, 16), 1 + 2**-12, device=device)
+    k = torch.cat([q, -q], 2)
+    _, lse = fa.attention(q, k, k, scale=1.0, return_lse=True)
+    exact = 16 * (1 + 2**-12) ** 2
+    assert abs(lse.item() - exact) < 4e-6  # a few eps of 16; TF32 is off by 4e-3

@@ -1,0 +1,143 @@
+"""Bad input is refused at the door: the text names the argument, the relation, the value that came, and the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.errors import BackendError
+
+Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+PACKED_Q, PACKED_K = torch.randn(10, 4, 8), torch.randn(12, 2, 8)
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 10], [0, 5, 12]))
+
+
+def call(**changes):
+    arguments = {"q": Q, "k": K, "v": V, **changes}
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return lambda: fa.attention(q, k, v, **arguments)
+
+
+def packed(**changes):
+    arguments = {"q": PACKED_Q, "k": PACKED_K, "v": PACKED_K, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **changes}
+    tensors = [arguments.pop(name) for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+    return lambda: fa.attention_varlen(*tensors, **arguments)
+
+
+def sdpa(**changes):
+    arguments = {"query": Q, "key": Q, "value": Q, **changes}
+    return lambda: fa.scaled_dot_product_attention(**arguments)
+
+
+# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
+REFUSED = {
+    "not a tensor": (call(q=[1.0]), TypeError, "q: must be a torch.Tensor; got [1.0]. Convert it with torch.as_tensor."),
+    "rank": (call(q=Q[0]), ValueError,
+             "q: must have 4 dimensions (batch, heads, length, head_dim); got a tensor of shape (4, 5, 8), float32, on "
+             "cpu. Add or remove dimensions."),
+    "integers": (call(k=K.int()), TypeError,
+                 "k: dtype must be float16, bfloat16, float32 or float64; got a tensor of shape (2, 2, 7, 8), int32, on"),
+    "complex": (call(v=V + 0j), TypeError, "v: must be real; got a tensor of shape (2, 2, 7, 6), complex64, on cpu."),
+    "sparse": (call(k=K.to_sparse()), TypeError, "k: must be a dense strided tensor; got"),
+    "dtypes": (call(k=K.half()), TypeError, "k: dtype must equal q's (float32); got a tensor of shape (2, 2, 7, 8), "
+               "float16, on cpu. Cast with k.to(q.dtype)."),
+    "devices": (call(v=V.to("meta")), ValueError, "v: must be on q's device (cpu); got a tensor of shape (2, 2, 7, 6), "
+                "float32, on meta. Move it: v.to(q.device)."),
+    "head dims": (call(k=K[..., :4]), ValueError, "k: head dim must equal q's (8); got a tensor of shape (2, 2, 7, 4)"),
+    "no head dim": (call(v=V[..., :0]), ValueError, "v: head dim (the last) must be at least 1; got"),
+    "large head dim": (call(v=torch.zeros(2, 2, 7, 257)), NotImplementedError, "v: head dim must be at most 256; got a "
+                       "tensor of shape (2, 2, 7, 257)"),
+    "batch": (call(k=K[:1]), ValueError, "k: batch must equal q's (2); got a tensor of shape (1, 2, 7, 8), float32, on "
+              "cpu. Expand it: .expand costs no memory."),
+    "lengths": (call(v=V[:, :, :6]), ValueError, "v: length must equal k's (7); got a tensor of shape (2, 2, 6, 6)"),
+    "groups": (call(q=Q[:, :3]), ValueError, "q: number of heads must be a multiple of k's (2); got a tensor of shape "
+               "(2, 3, 5, 8)"),
+    "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6)"),
+    "mask shape": (call(mask=torch.ones(5, 6).bool()), ValueError, "mask: must be broadcastable to (batch, heads_q, "
+                   "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
+    "mask dtype": (call(mask=torch.ones(5, 7).int()), TypeError, "mask: dtype must be bool (True = visible) or a float "
+                   "that is added; got a tensor of shape (5, 7), int32, on cpu. Cast it first."),
+    "mask kind": (call(mask=True), TypeError, "mask: must be a torch.Tensor or None; got True."),
+    "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape "
+              "(2,), float32, on cpu. One logit per query head."),
+    "kv_lens dtype": (call(kv_lens=torch.tensor([1, 2])), TypeError, "kv_lens: dtype must be int32; got a tensor of "
+                      "shape (2,), int64, on cpu. Cast it: .to(torch.int32)."),
+    "kv_lens shape": (call(kv_lens=CU_Q), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
+    "kv_lens kind": (call(kv_lens=[1, 2]), TypeError, "kv_lens: must be an int32 torch.Tensor; got [1, 2]."),
+    "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass None for the default."),
+    "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
+    "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
+    "softcap inf": (call(softcap=float("inf")), ValueError, "softcap: must be finite; got inf."),
+    "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. A mask goes into mask=."),
+    "q_start": (call(q_start=1.5), TypeError, "q_start: must be an int or None; got 1.5."),
+    "window": (call(window=5), TypeError, "window: must be a pair (left, right) or None; got 5. For example (256, 0)."),
+    "window sign": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0). None (not -1) "
+                    "leaves it unbounded."),
+    "window kind": (call(window=(1.0, 0)), TypeError, "window: left must be an int or None; got (1.0, 0)."),
+    "backend": (call(backend="cuda"), ValueError, "backend: must be one of 'auto', 'triton', 'tiled'; got 'cuda'."),
+    "cu order": (packed(cu_seqlens_q=CU_Q[[0, 2, 1]]), ValueError, "cu_seqlens_q: must not decrease; got [0, 10, 4]."),
+    "cu start": (packed(cu_seqlens_q=CU_Q + 1), ValueError, "cu_seqlens_q: must start with 0; got [1, 5, 11]."),
+    "cu end": (packed(cu_seqlens_k=CU_Q), ValueError, "cu_seqlens_k: must end with k's total length (12); got [0, 4, 10]"),
+    "cu dtype": (packed(cu_seqlens_k=CU_K.long()), TypeError, "cu_seqlens_k: dtype must be int32; got a tensor of shape"),
+    "cu sizes": (packed(cu_seqlens_k=CU_K[[0, 2]]), ValueError, "cu_seqlens_k: must have as many entries as cu_seqlens_q "
+                 "(3); got a tensor of shape (2,)"),
+    "max_seqlen": (packed(max_seqlen_q=5), ValueError, "max_seqlen_q: must be at least the longest sequence (6); got 5."),
+    "packed rank": (packed(q=Q), ValueError, "q: must have 3 dimensions (total, heads, head_dim); got a tensor of shape"),
+    "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
+                             "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
+    "sdpa mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
+                        "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
+    "sdpa mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "
+                        "query's (float32); got a tensor of shape (5, 5), float16"),
+    "sdpa dropout": (sdpa(dropout_p=1.5), ValueError, "dropout_p: must be between 0 and 1; got 1.5."),
+    "sdpa dropout on": (sdpa(dropout_p=0.1), NotImplementedError, "dropout_p: dropout of attention weights is not "
+                        "implemented; got 0.1. Pass 0.0"),
+    "sdpa lengths": (sdpa(value=Q[:, :, :4]), ValueError, "value: length must equal key's (5); got a tensor of shape"),
+    "sdpa heads": (sdpa(key=K, value=K), ValueError, "key: batch dims and heads must broadcast with query's (2, 4, 5, 8);"
+                   " got a tensor of shape (2, 2, 7, 8), float32, on cpu. For grouped heads pass enable_gqa=True."),
+    "sdpa rank": (sdpa(query=Q[0, 0, 0]), ValueError, "query: must have at least 2 dimensions (..., length, head_dim);"),
+    "sdpa kind": (sdpa(query=None), TypeError, "query: must be a torch.Tensor; got None."),
+    "merge nothing": (lambda: fa.merge_attention([]), ValueError, "parts: must be a sequence of at least one (out, lse)"),
+    "merge lse": (lambda: fa.merge_attention([(Q, Q[..., 0].mT)]), ValueError, "parts[0]: lse must have one value per row "
+                  "of out (2, 4, 5, 8); got a tensor of shape (2, 5, 4)"),
+    "merge shapes": (lambda: fa.merge_attention([(Q, Q[..., 0]), (Q[:1], Q[:1, ..., 0])]), ValueError,
+                     "parts[1]: out must have the shape of parts[0]'s (2, 4, 5, 8); got a tensor of shape (1, 4, 5, 8)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_these_words(name):
+    run, error, text = REFUSED[name]
+    with pytest.raises(error, match=re.escape(text)):
+        run()
+
+
+def test_nothing_is_launched_for_bad_input(monkeypatch):
+    """The door comes before the op: a refused call never reaches a backend."""
+    reached = []
+    monkeypatch.setattr("flashattn_lite.dispatch.forward", lambda *args: reached.append(args))
+    for run, error, _ in REFUSED.values():
+        with pytest.raises(error):
+            run()
+    assert not reached
+
+
+def test_a_named_backend_never_falls_back():
+    doubles = Q.double()
+    with pytest.raises(BackendError, match=r"backend: 'triton' can't run this problem. By backend: triton: .*float64"):
+        fa.attention(doubles, doubles, doubles, backend="triton")
+
+
+def test_explain_says_what_runs_and_why_not():
+    doubles = Q.double()
+    explanation = fa.explain(doubles, doubles, doubles, causal=True)
+    assert explanation.backend == "tiled"
+    assert any("float64" in reason for reason in explanation.reasons["triton"])
+    assert explanation.reasons["tiled"] == []
+    assert "tiled on cpu" in str(explanation)
+    assert "triton:" in str(explanation)
+    with pytest.raises(ValueError, match="scale: must be finite"):
+        fa.explain(Q, K, V, scale=float("nan"))

@@ -1,0 +1,68 @@
+"""Every law over random problems, asked of flashattn_lite.attention: the CPU path, Triton's interpreter, the GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_lite
+from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, check, check_packed, matches_oracle
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter takes about a millisecond for each tile and operation, so it gets small problems.
+SIZES: dict[str, Any] = (
+    {"max_batch": 2, "max_heads": 2, "max_len": 33, "max_dim": 33}
+    if INTERPRETING
+    else {"max_batch": 3, "max_heads": 2, "max_len": 70, "max_dim": 256}
+)
+PROBLEMS = int(os.environ.get("LAW_PROBLEMS", "3" if INTERPRETING else "10"))  # a law
+# The interpreter computes in numpy, which warns of the NaN that some problems hold on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+NAMED = pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.__name__)
+
+
+def backends(device: torch.device) -> list[str]:
+    """What `auto` takes, and the tiled path, which serves every device."""
+    x = torch.zeros(1, 1, 1, 16, device=device)
+    return list(dict.fromkeys([flashattn_lite.explain(x, x, x).backend, "tiled"]))
+
+
+@NAMED
+def test_law(law: Any, device: torch.device) -> None:
+    check(flashattn_lite.attention, laws=[law], n=PROBLEMS, device=device, **SIZES)
+
+
+@pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)
+def test_packed_law(law: Any, device: torch.device) -> None:
+    sizes = {"max_batch": 2, "max_heads": 1, "max_len": 17, "max_dim": 17} if INTERPRETING else {}
+    check_packed(flashattn_lite.attention_varlen, laws=[law], n=PROBLEMS, device=device, **sizes)
+
+
+def test_float64_on_the_tiled_path(device: torch.device) -> None:
+    attention = functools.partial(flashattn_lite.attention, backend="tiled")
+    check(attention, laws=[matches_oracle], n=PROBLEMS, device=device, dtypes=[torch.float64], **SIZES)
+
+
+@pytest.mark.parametrize("length", [129, 257] if INTERPRETING else [127, 128, 129, 257])
+def test_lengths_around_large_tiles(length: int, device: torch.device) -> None:
+    """Longer than what hypothesis draws, in each backend that runs here."""
+    generator = torch.Generator().manual_seed(length)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)
+    for backend in backends(device):
+        attention = functools.partial(flashattn_lite.attention, backend=backend)
+        for options in ({}, {"causal": True}, {"window": (33, 2)}):
+            q, k, v = draw(1, 2, 33 if INTERPRETING else length, 16), draw(1, 1, length, 16), draw(1, 1, length, 16)
+            matches_oracle(attention, Case(q, k, v, **options, note=f"{backend}, {length} keys"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@NAMED
+def test_law_at_gpu_sizes(law: Any) -> None:
+    """More problems, and lengths of several tiles."""
+    sizes = {"max_batch": 2, "max_heads": 4, "max_len": 257, "max_dim": 256}
+    check(flashattn_lite.attention, laws=[law], n=5 * PROBLEMS, seed=1, device="cuda", **sizes)

@@ -1,0 +1,200 @@
+"""The house rules that a machine can hold: which file may import which, what a file says first, how long it may get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flashattn_lite"
+
+# Module -> floor. A file imports only from lower floors.
+FLOORS = {
+    "errors": 0,
+    "problem": 0,
+    "arguments": 0,
+    "state": 1,
+    "scores": 1,
+    "target": 1,
+    "tiles": 1,
+    "kernels": 1,
+    "kernels.tuning": 1,
+    "kernels.device": 1,
+    "reference": 2,
+    "tiled": 2,
+    "tiled_backward": 2,
+    "kernels.softmax": 2,
+    "kernels.attention": 2,
+    "kernels.attention_launch": 2,
+    "kernels.attention_hopper": 2,
+    "kernels.decode": 2,
+    "dispatch": 3,
+    "ops": 4,
+    "softmax": 4,
+    "api": 5,
+    "sdpa": 6,
+    "integrations": 6,
+    "testing": 6,
+    "distributed": 6,
+    "": 7,  # the public face
+}
+# Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
+# log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
+# named after.
+NEIGHBOURS = {
+    ("arguments", "errors"),
+    ("arguments", "problem"),
+    ("scores", "state"),
+    ("tiles", "scores"),
+    ("kernels.tuning", "target"),
+    ("kernels.attention_launch", "kernels.attention"),
+}
+# Packages on one floor as a whole, whose files share their parts.
+SHARING = ("kernels.device", "integrations", "testing", "distributed")
+
+# Lines that are neither blank nor docstring (that is there for the caller, not for the reader of the code); of a
+# function its body: a kernel's signature has a line for each stride.
+FILE_LIMITS = {"kernels/attention_hopper.py": 450, "kernels/": 300, "": 200}
+FUNCTION_LIMIT = 60
+TEST_FILE_LIMIT = 250
+
+
+def module_name(path: Path) -> str:
+    """`kernels.softmax` for flashattn_lite/kernels/softmax.py; a package is named by its folder."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+HOST_AND_KERNELS = pytest.mark.parametrize("name", FILES, ids=lambda name: name or "__init__")
+
+
+def room(name: str) -> str:
+    """The entry of FLOORS that a module belongs to: itself, else the sharing package around it."""
+    if name in FLOORS:
+        return name
+    package = next((package for package in SHARING if name.startswith(package + ".")), None)
+    assert package is not None, f"{name} has no floor: give it one in FLOORS and in the design"
+    return package
+
+
+def imports(tree: ast.AST, name: str, is_package: bool) -> Iterator[str]:
+    """The modules of ours that a file imports, wherever in the file, lazily or for type checking only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE.name:
+                    yield alias.name.partition(".")[2]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            if node.level:
+                here = name.split(".") if is_package else name.split(".")[:-1]
+                base = here[: len(here) - node.level + 1] + base
+            elif base[0] != PACKAGE.name:
+                continue
+            else:
+                base = base[1:]
+            for alias in node.names:  # `from package import module` imports the module
+                inner = ".".join([*base, alias.name])
+                yield inner if inner in FILES or inner in FLOORS else ".".join(base)
+
+
+def may_import(importer: str, imported: str) -> bool:
+    above, below = room(importer), room(imported)
+    if FLOORS[below] < FLOORS[above] or (importer, imported) in NEIGHBOURS:
+        return True
+    return above == below and above in SHARING
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def code_lines(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef | None = None) -> int:
+    """Lines of a file, or of one function's body in it, without blank lines and docstrings."""
+    tree = parse(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first, last = (1, len(lines)) if node is None else (node.body[0].lineno, node.end_lineno)
+    docs = set()
+    for inner in ast.walk(tree):
+        holds_docs = isinstance(inner, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if holds_docs and ast.get_docstring(inner) is not None:
+            docs |= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
+    return sum(1 for number in range(first, last + 1) if lines[number - 1].strip() and number not in docs)
+
+
+def test_the_package_is_found() -> None:
+    assert {"errors", "problem", "state", "kernels.device.state"} <= set(FILES)
+
+
+@HOST_AND_KERNELS
+def test_imports_only_from_lower_floors(name: str) -> None:
+    found = imports(parse(FILES[name]), name, FILES[name].name == "__init__.py")
+    wrong = sorted({imported or PACKAGE.name for imported in found if not may_import(name, imported)})
+    assert not wrong, f"{name or PACKAGE.name} (floor {FLOORS[room(name)]}) imports {wrong}: not from a lower floor"
+
+
+def test_the_law_has_teeth() -> None:
+    """The same reading, on files that break the law in each way."""
+    lines = {
+        "from flashattn_lite.api import attention": "api",
+        "from flashattn_lite import dispatch": "dispatch",
+        "from .kernels import softmax": "kernels.softmax",
+        "def lazy():\n    import flashattn_lite.ops": "ops",
+    }
+    for line, imported in lines.items():
+        assert list(imports(ast.parse(line), "tiled", is_package=False)) == [imported]
+        assert not may_import("tiled", imported)
+    assert not may_import("kernels.softmax", "kernels.attention")
+    assert not may_import("problem", "errors")
+    assert may_import("kernels.softmax", "kernels.device.state")
+
+
+@HOST_AND_KERNELS
+def test_a_file_says_first_what_lives_there(name: str) -> None:
+    tree = parse(FILES[name])
+    if not tree.body:
+        return  # an empty __init__.py has nothing to say
+    opening = (ast.get_docstring(tree) or "").split("\n")[0]
+    assert opening.endswith("."), f"{FILES[name]} opens with {opening!r}, not with a sentence on one line"
+
+
+@pytest.mark.parametrize("folder", ["flashattn_lite", "tests", "benchmarks", "demo"])
+def test_no_file_is_a_drawer(folder: str) -> None:
+    words = {part for path in (ROOT / folder).rglob("*.py") for part in path.stem.lower().split("_")}
+    assert words.isdisjoint({"util", "utils", "helper", "helpers", "common", "misc"})
+
+
+@HOST_AND_KERNELS
+def test_files_and_functions_stay_short(name: str) -> None:
+    path = FILES[name]
+    relative = path.relative_to(PACKAGE).as_posix()
+    limit = next(lines for start, lines in FILE_LIMITS.items() if relative.startswith(start))
+    assert code_lines(path) <= limit, f"{relative}: look for the second room"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = code_lines(path, node)
+            assert lines <= FUNCTION_LIMIT, f"{relative}: {node.name} has {lines} lines of code"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_test_files_stay_short(path: Path) -> None:
+    assert code_lines(path) <= TEST_FILE_LIMIT
+
+
+def test_what_nobody_wrote_is_nan() -> None:
+    """The net that conftest spreads under every other test."""
+    made = [
+        torch.empty(3),
+        torch.empty_like(torch.ones(3)),
+        torch.ones(1).new_empty(3),
+        torch.empty_strided((3,), (2,)),
+    ]
+    assert all(x.isnan().all() for x in made)
+    assert torch.empty(2, dtype=torch.int32).eq(2**31 - 1).all()

@@ -1,0 +1,117 @@
+"""The custom op as compilers see it: schema, fake, autograd, torch.compile without a graph break, torch.export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite import ops
+from flashattn_lite.reference import attention_reference
+
+
+def op_arguments(**changes):
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+    tensors = {"q": q, "k": k, "v": v, "mask": None, "sinks": None, "kv_lens": None, "cu_seqlens_q": None,
+               "cu_seqlens_k": None}  # fmt: skip
+    options = {"causal": True, "q_start": None, "window_left": None, "window_right": None, "scale": 0.3,
+               "softcap": None, "max_seqlen_q": None, "max_seqlen_k": None, "backend": "auto"}  # fmt: skip
+    return tuple({**tensors, **options, **changes}.values())
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+CASES = {
+    "causal": {},
+    "transposed": {"q": torch.randn(2, 5, 4, 8).transpose(1, 2)},
+    "everything": {"mask": torch.randn(5, 7), "sinks": torch.randn(4), "window_left": 3, "softcap": 2.0, "q_start": 1},
+    "bool mask": {"mask": torch.rand(2, 1, 5, 7) > 0.3, "causal": False},
+    "kv_lens": {"kv_lens": torch.tensor([3, 7], dtype=torch.int32)},
+    "packed": {"q": torch.randn(5, 4, 8), "k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 6), "cu_seqlens_q": CU,
+               "cu_seqlens_k": CU, "max_seqlen_q": 3, "max_seqlen_k": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case):
+    arguments = op_arguments(**CASES[case])
+    float_tensors = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    torch.library.opcheck(ops.attention, arguments)
+    for x in float_tensors:
+        x.requires_grad_()
+    torch.library.opcheck(ops.attention, arguments)
+    for x in float_tensors:
+        x.requires_grad_(False)
+
+
+def test_schema_lists_the_inputs_in_their_order():
+    """Inputs and options are passed by position; a schema in another order would mix them up silently."""
+    names = [argument.name for argument in torch.ops.flashattn_lite.attention.default._schema.arguments]
+    assert names == [*fa.problem.Inputs._fields, *ops.OPTION_NAMES, "backend"]
+
+
+def attend(q, k, v):
+    out, lse = fa.attention(q, k, v, causal=True, window=(4, None), softcap=5.0, return_lse=True)
+    return out.sum() + (lse * lse).sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph_forward_and_backward(dynamic):
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (5, 6, 9):
+        leaves = [torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
+        eager = torch.autograd.grad(attend(*leaves), leaves)
+        for ours, expected in zip(torch.autograd.grad(compiled(*leaves), leaves), eager, strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "attention_varlen"])
+def test_compile_sees_one_op(function):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes if "flashattn_lite" in str(node.target))
+        return graph.forward
+
+    if function == "attention_varlen":
+        run = lambda q, k, v: fa.attention_varlen(q, k, v, CU, CU, causal=True, max_seqlen_q=3, max_seqlen_k=3)
+        inputs = [torch.randn(5, 2, 8) for _ in range(3)]
+    else:
+        run = lambda q, k, v: fa.scaled_dot_product_attention(q, k, v, is_causal=True)
+        inputs = [torch.randn(2, 2, 5, 8) for _ in range(3)]
+    out = torch.compile(run, fullgraph=True, backend=backend)(*inputs)
+    torch.testing.assert_close(out, run(*inputs))
+    assert len(seen) == 1
+
+
+def test_export_with_dynamic_shapes():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return fa.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2)
+    shape = {0: batch, 2: length}
+    inputs = tuple(torch.randn(2, 3, 6, 8) for _ in range(3))
+    exported = torch.export.export(Model(), inputs, dynamic_shapes=(shape, shape, shape))
+    other = tuple(torch.randn(3, 3, 11, 8) for _ in range(3))
+    torch.testing.assert_close(exported.module()(*other), Model()(*other))
+
+
+def test_lse_carries_gradient():
+    leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    grads = torch.autograd.grad(attend(*leaves), leaves)
+    out, lse = attention_reference(*wide, causal=True, window=(4, None), softcap=5.0, return_lse=True)
+    expected = torch.autograd.grad(out.sum() + (lse * lse).sum(), wide)
+    for ours, exact in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-5, rtol=1e-5)  # float32, a dozen operations
+
+
+def test_merge_is_differentiable_also_where_both_parts_are_empty():
+    out = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    lse = torch.tensor([[[0.5, -torch.inf, -torch.inf]]], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([[[0.1, 0.2, -torch.inf]]], dtype=torch.float64)
+    merged, merged_lse = fa.merge_attention([(out, lse), (out.detach() + 1, other)])
+    grads = torch.autograd.grad(merged.sum() + merged_lse[..., :2].sum(), (out, lse))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert torch.equal(merged[0, 0, 2], torch.zeros(2, dtype=torch.float64))
+    assert merged_lse[0, 0, 2] == -torch.inf

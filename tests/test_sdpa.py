@@ -1,0 +1,162 @@
+"""scaled_dot_product_attention is torch's: same shapes, same numbers, same gradients, and what torch refuses is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn_lite as fa
+
+ours = fa.scaled_dot_product_attention
+
+
+def theirs(*args, **kwargs):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def tensors(device, *shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+# Leading dims of query, key, value: every way that torch lets them broadcast.
+LEADS = {
+    "none": ((), (), ()),
+    "heads": ((3,), (3,), (3,)),
+    "batch": ((2, 3), (2, 3), (2, 3)),
+    "two batch dims": ((2, 2, 3), (2, 2, 3), (2, 2, 3)),
+    "missing in keys": ((2, 2, 3), (3,), (2, 3)),
+    "missing in queries": ((3,), (2, 2, 3), (2, 2, 3)),
+    "ones": ((2, 1, 3), (1, 2, 3), (2, 2, 1)),
+    "heads of keys": ((2, 3), (2, 1), (2, 1)),
+    "heads of queries": ((2, 1), (2, 3), (2, 3)),
+    "no batch": ((0, 3), (0, 3), (0, 3)),
+}
+
+
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_leading_dims(device, lead, causal):
+    q, k, v = (x + y for x, y in zip(LEADS[lead], ((5, 8), (7, 8), (7, 6)), strict=True))
+    q, k, v = tensors(device, q, k, v)
+    expected = theirs(q.double(), k.double(), v.double(), is_causal=causal)
+    out = ours(q, k, v, is_causal=causal)
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)  # float32, sums of 7
+
+
+# attn_mask shapes against (2, 2, 3, 5, 7), and against GQA heads
+MASKS = [(5, 7), (1, 7), (5, 1), (1, 1), (3, 5, 7), (3, 1, 1), (2, 1, 5, 7), (2, 1, 1, 5, 7), (2, 2, 3, 5, 7)]
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float", "float with -inf"])
+def test_masks(device, shape, kind):
+    q, k, v, mask = tensors(device, (2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8), shape)
+    if kind == "bool":
+        mask = mask > -0.5
+    elif kind == "float with -inf":
+        mask = mask.masked_fill(mask < -0.5, -math.inf)
+    wide = mask if kind == "bool" else mask.double()
+    expected = theirs(q.double(), k.double(), v.double(), attn_mask=wide).nan_to_num(0.0)  # rows that see nothing
+    torch.testing.assert_close(ours(q, k, v, attn_mask=mask).double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float32_mask_with_half_inputs(device, dtype):
+    q, k, v, mask = tensors(device, (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), (5, 7), dtype=dtype)
+    expected = theirs(q.double(), k.double(), v.double(), attn_mask=mask.double())
+    out = ours(q, k, v, attn_mask=mask.float())
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=0)
+
+
+def test_lowest_finite_mask_is_not_minus_infinity(device):
+    """Hugging Face masks with the lowest finite number: a row of nothing else averages V, as in torch."""
+    q, k, v = tensors(device, (1, 1, 4, 8), (1, 1, 6, 8), (1, 1, 6, 8))
+    mask = torch.full((4, 6), torch.finfo(torch.float32).min, device=device)
+    torch.testing.assert_close(
+        ours(q, k, v, attn_mask=mask), v.mean(2, keepdim=True).expand_as(q), atol=1e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0, 40.0])
+def test_scale(device, scale):
+    q, k, v = tensors(device, (1, 2, 5, 8), (1, 2, 9, 8), (1, 2, 9, 8))
+    scores = q.double() @ k.double().mT * scale
+    torch.testing.assert_close(
+        ours(q, k, v, scale=scale).double(), scores.softmax(-1) @ v.double(), atol=2e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gqa_and_gradients(device, causal):
+    q, k, v, grad = tensors(device, (2, 6, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8), (2, 6, 5, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    grads = torch.autograd.grad(ours(*leaves, is_causal=causal, enable_gqa=True), leaves, grad)
+    expected = torch.autograd.grad(theirs(*wide, is_causal=causal, enable_gqa=True), wide, grad.double())
+    for ours_, theirs_ in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours_.double(), theirs_, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1, 7), (2, 1, 5, 1), (2, 3, 5, 7)], ids=str)
+def test_gradient_reaches_a_float_mask(device, shape):
+    q, k, v, mask = tensors(device, (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), shape)
+    mask.requires_grad_()
+    wide = mask.detach().double().requires_grad_()
+    (grad,) = torch.autograd.grad(ours(q, k, v, attn_mask=mask).square().sum(), mask)
+    expected = theirs(q.double(), k.double(), v.double(), attn_mask=wide).square().sum()
+    (expected,) = torch.autograd.grad(expected, wide)
+    torch.testing.assert_close(grad.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradcheck():
+    q, k, v = (
+        x.requires_grad_() for x in tensors("cpu", (2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 3), dtype=torch.float64)
+    )
+    mask = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ours, (q, k, v, mask))
+    assert torch.autograd.gradcheck(lambda q, k, v: ours(q, k, v, is_causal=True), (q, k, v))
+
+
+def test_a_second_derivative_is_refused_not_wrong():
+    (q,) = tensors("cpu", (1, 1, 3, 4))
+    q.requires_grad_()
+    (grad,) = torch.autograd.grad(ours(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_empty(device, lengths):
+    q, k = tensors(device, (2, 3, lengths[0], 8), (2, 3, lengths[1], 8))
+    out = ours(q, k, k)
+    assert out.shape == q.shape
+    assert not out.any()
+
+
+def test_expanded_and_transposed_inputs_are_read_where_they_lie(device):
+    (storage,) = tensors(device, (2, 9, 3, 4, 16))
+    q, k, v = (storage[:, :, i].transpose(1, 2)[..., ::2] for i in range(3))  # (2, 4, 9, 8), last stride 2
+    shared = k[:, :1].expand(-1, 4, -1, -1)
+    expected = theirs(q.double(), shared.double(), v.double())
+    torch.testing.assert_close(ours(q, shared, v).double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_autocast_casts_as_torch_does(device):
+    q, k = tensors(device, (1, 2, 6, 16), (1, 2, 6, 16))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = ours(q, k.bfloat16(), k)
+        assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), k).dtype == torch.bfloat16
+
+
+def test_output_keeps_the_layout_of_a_transposed_query(device):
+    """(batch, length, heads, dim) storage in, the same out, so that a model's reshape after attention copies nothing."""
+    (q,) = tensors(device, (2, 6, 3, 8))
+    assert ours(*[q.transpose(1, 2)] * 3).transpose(1, 2).is_contiguous()

@@ -1,0 +1,87 @@
+"""The softmax kernels by themselves: what a launch plans, where it writes, and how far it reaches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flashattn_lite.kernels import softmax as kernels
+
+SENTINEL = 7.0
+
+
+@pytest.fixture
+def kernel_device(device: torch.device, interpreting: bool) -> torch.device:
+    if device.type == "cpu" and not interpreting:
+        pytest.skip("Triton runs on CPU tensors in its interpreter only (TRITON_INTERPRET=1)")
+    return device
+
+
+def sizes(x: torch.Tensor, dim: int) -> list[int]:
+    return [d.size for d in kernels.rows_of(x, torch.empty_like(x), dim).dims if d.size > 1]
+
+
+def test_row_dimensions_are_joined_where_both_tensors_allow() -> None:
+    x = torch.zeros(2, 3, 4, 5, 6)
+    assert sizes(x, 4) == [2 * 3 * 4 * 5]
+    assert sizes(x, 0) == [3 * 4 * 5 * 6]
+    assert sizes(x, 2) == [2 * 3, 5 * 6]
+    assert sizes(x.permute(4, 2, 0, 3, 1), 0) == [2 * 3 * 4 * 5]
+    assert sizes(x[:, :, :, ::2], 4) == [3, 2 * 3 * 4]
+    assert sizes(x[:, :, :, :, None].expand(-1, -1, -1, -1, 8, -1), 5) == [8, 2 * 3 * 4 * 5]
+
+
+def test_more_than_three_row_dimensions_need_a_copy() -> None:
+    x = torch.zeros(4, 4, 4, 4, 8)
+    assert kernels.plan(x[:, ::2, ::2, ::2, 1:], (torch.zeros(4, 2, 2, 2, 7),), 4) is not None
+    assert kernels.plan(x[::2, ::2, ::2, ::2, 1:], (torch.zeros(2, 2, 2, 2, 7),), 4) is None
+
+
+def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:
+    """A variant hangs on the tile and on whether 16-byte access is possible, not on the length or the batch."""
+    variants = set()
+    for rows, cols in ((1, 1000), (3, 1000), (64, 520), (5000, 1024)):
+        x = torch.zeros(rows, cols, dtype=torch.float16)
+        variants.add(tuple(kernels.plan(x, (x,), 1).kwargs.items()))
+    assert len(variants) == 1
+    x = torch.zeros(3, 1001, dtype=torch.float16)
+    assert [kernels.plan(y, (y,), 1).kwargs["ALIGN"] for y in (x, x[:1], x[:, :1000], x[:1, :1000])] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("cols", [0, 1, 45, 1100, 33000])
+def test_nothing_outside_the_result_is_written(kernel_device: torch.device, cols: int, across: bool) -> None:
+    def strided() -> torch.Tensor:
+        shape = (cols + 5, 9) if across else (9, cols + 5)
+        whole = torch.full(shape, SENTINEL, device=kernel_device)
+        return whole.T if across else whole
+
+    x, y = torch.randn(9, cols + 5, device=kernel_device), strided()
+    m, l_i = torch.full((2, 9), SENTINEL, device=kernel_device)
+    if across:
+        x = x.T.contiguous().T
+    inside = (slice(2, 7), slice(3, 3 + cols))
+    kernels.launch(x[inside], (y[inside],), 1)
+    kernels.launch(x[inside], (m[2:7, None], l_i[2:7, None]), 1)
+    torch.testing.assert_close(y[inside], torch.softmax(x[inside], 1))
+    assert (m[2:7] == (x[inside].amax(1) if cols else -math.inf)).all()
+    y[inside] = m[2:7] = l_i[2:7] = SENTINEL
+    assert all((part == SENTINEL).all() for part in (y, m, l_i))
+
+
+@pytest.mark.parametrize("strides", [(2**31, 1), (1, 2**31), (3, 2**30)])
+def test_offsets_past_32_bits(kernel_device: torch.device, strides: tuple[int, int]) -> None:
+    """Rows, and elements of a row, that lie 4 GiB apart and more; almost none of the memory is touched."""
+    needed = 2 * (sum(stride * (size - 1) for stride, size in zip(strides, (2, 3), strict=True)) + 1)
+    if kernel_device.type == "cuda" and torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    storage = torch.empty(needed // 2, dtype=torch.float16, device=kernel_device)
+    x = storage.as_strided((2, 3), strides)
+    x.copy_(torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 3.0]]))
+    y = torch.empty(2, 3, device=kernel_device)
+    kernels.launch(x, (y,), 1)
+    torch.testing.assert_close(y, torch.softmax(x.float(), 1))

@@ -117,7 +117,8 @@ def measure_cell(
     done: dict[str, tuple[Timing, float]] = {}
     for name, call in calls.items():
         try:
-            error = relative_error(call, *sets[0], causal)
+            q, k, v = sets[0]
+            error = relative_error(call, q, k, v, causal)
         except Exception as refusal:
             absent[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:120]}"
             continue

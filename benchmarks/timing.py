@@ -1,4 +1,4 @@
-"""Sustained timing on a GPU: warm until the card runs at its own pace, then the median, with clock and energy beside it."""
+"""Sustained timing on a GPU: warm until the card runs at its own pace, then time, with clock and energy beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 @dataclass
 class Timing:
-    """Milliseconds of each timed call, and what the card did from the warm-up on (empty or 0 where it can't be read)."""
+    """Milliseconds of each timed call, and what the card did from the warm-up on (0 where it can't be read)."""
 
     milliseconds: list[float] = field(default_factory=list)
     megahertz: list[float] = field(default_factory=list)

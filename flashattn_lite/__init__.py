@@ -1,4 +1,4 @@
-"""Fused attention: a drop-in for scaled_dot_product_attention, a native call with every option, and the online softmax."""
+"""Fused attention: a drop-in for torch's function, a native call with every option, and the online softmax."""
 
 from flashattn_lite.api import attention, attention_varlen, explain, merge_attention
 from flashattn_lite.sdpa import scaled_dot_product_attention

@@ -276,5 +276,5 @@ def explain(
     dispatch.check_backend(backend)
     options = _options(q, causal, q_start, window, scale, softcap)
     names = ops.OPTION_NAMES[: len(options)]
-    problem = describe(Inputs(q, k, v, mask, sinks, kv_lens), **dict(zip(names, options, strict=True)))
-    return dispatch.explain(problem, backend)
+    inputs = Inputs(q, k, v, mask, sinks, kv_lens)
+    return dispatch.explain(describe(inputs, **dict(zip(names, options, strict=True))), inputs, backend)

@@ -1,9 +1,10 @@
-"""The door: every argument is checked here, once, before anything is allocated or launched. Never reads a GPU tensor."""
+"""The door: every argument is checked here, once, before anything is launched. Never reads a GPU tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -199,12 +200,12 @@ def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
     shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
     if values[0] != 0:
         raise value_error(name, "must start with 0", shown, "It holds cumulative lengths.")
-    if any(b < a for a, b in zip(values, values[1:], strict=False)):
+    if any(b < a for a, b in pairwise(values)):
         raise value_error(name, "must not decrease", shown, "It holds cumulative lengths, not lengths.")
     if values[-1] != total:
         raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
     if longest is not None:
-        actual = max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+        actual = max((b - a for a, b in pairwise(values)), default=0)
         if longest < actual:  # type: ignore[operator]
             raise value_error(f"max_seqlen_{side}", f"must be at least the longest sequence ({actual})", longest,
                               "Pass None to have it read.")  # fmt: skip

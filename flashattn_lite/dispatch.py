@@ -26,10 +26,10 @@ class Triton:
 
         return attention_launch.why_not(problem, target)
 
-    def tile(self, problem: AttentionProblem, target: Target) -> Any:
-        from flashattn_lite.kernels import tuning
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
+        from flashattn_lite.kernels import attention_launch
 
-        return tuning.attention_tile(problem, target)
+        return attention_launch.config_of(problem, inputs, target)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
         from flashattn_lite.kernels import attention_launch
@@ -45,7 +45,7 @@ class Tiled:
     def why_not(self, problem: AttentionProblem, target: Target) -> list[str]:
         return []
 
-    def tile(self, problem: AttentionProblem, target: Target) -> Any:
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         return tiled.tile_of(problem)
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
@@ -103,7 +103,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: AttentionProblem, backend: str) -> Explanation:
+def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
     chosen = choose(problem, backend)
     target = targets.of(problem.device)
-    return Explanation(chosen.name, chosen.tile(problem, target), target, reasons(problem))
+    return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem))

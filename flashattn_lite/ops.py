@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import dispatch, tiled_backward
+import flashattn_lite.tiled_backward as tiled_backward
+from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in the schema, in the order of Inputs
@@ -36,7 +37,7 @@ def longest(cu_seqlens: Tensor) -> int:
 
 
 def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory, so that what follows needs no copy."""
+    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory: what follows needs no copy."""
     q, dim_v = inputs.q, problem.head_dim_v
     if problem.features.varlen:
         # Rows that no sequence covers are nobody's to write: they hold the result of a row that sees nothing.
@@ -55,12 +56,12 @@ def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]
 )
 def attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
-    *args, backend = args
+    *given, backend = args
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
-        if args[cu] is not None and args[at] is None:
-            args[at] = longest(args[cu])
-    inputs, problem = problem_of(tuple(args))
+        if given[cu] is not None and given[at] is None:
+            given[at] = longest(given[cu])
+    inputs, problem = problem_of(tuple(given))
     out, lse = allocate(problem, inputs)
     dispatch.forward(problem, inputs, out, lse, backend)
     return out, lse

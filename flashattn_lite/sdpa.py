@@ -116,7 +116,7 @@ def _autocast(
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [..., H, length, dim] with equal batch dims (views, no copies), checked as a problem."""
-    nq, nk, nv = NAMES
+    _, nk, nv = NAMES
     for name, x in ((nk, k), (nv, v)):
         if x.dtype != q.dtype:
             dtype = str(q.dtype).removeprefix("torch.")
@@ -168,7 +168,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
             for i in range(lead[0])
         ]
         return torch.stack(pieces)
-    inputs = Inputs(*flat, flat_mask)  # type: ignore[arg-type]
+    inputs = Inputs(flat[0], flat[1], flat[2], flat_mask)  # type: ignore[arg-type]
     q_start = 0 if is_causal else None
     out, _ = ops.attention(*inputs, is_causal, q_start, None, None, scale, None, None, None, "auto")
     return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out

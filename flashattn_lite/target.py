@@ -1,4 +1,4 @@
-"""Facts of the machine that a problem would run on, read lazily: importing this file asks no GPU and imports no Triton."""
+"""Facts of the machine that a problem would run on, read lazily: importing this asks no GPU and no Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """`kind`: "cuda", "hip" or "cpu"; `arch`: 90 for sm_90, "gfx942" for AMD; `triton`: why Triton can't be used, or ""."""
+    """`kind`: "cuda", "hip", "cpu"; `arch`: 90 for sm_90, "gfx942" for AMD; `triton`: why it can't be used, or ""."""
 
     kind: str
     arch: int | str

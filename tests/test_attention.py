@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -140,7 +141,7 @@ def test_packed(device, options):
 def test_merge_of_parts_is_the_whole(device, heads):
     q, k, v = qkv(device, 5, 60, heads=heads)
     cuts = [0, 1, 1, 40, 60]
-    parts = [fa.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [fa.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in itertools.pairwise(cuts)]
     out, lse = fa.merge_attention(parts)
     whole, exact = fa.attention(q, k, v, return_lse=True)
     close(out, whole)
@@ -157,3 +158,38 @@ def test_fp32_is_fp32(device):
     _, lse = fa.attention(q, k, k, scale=1.0, return_lse=True)
     exact = 16 * (1 + 2**-12) ** 2
     assert abs(lse.item() - exact) < 4e-6  # a few eps of 16; TF32 is off by 4e-3
+
+
+def test_small_inputs_of_any_stride(device):
+    """sinks, kv_lens and cu_seqlens as columns of something larger."""
+    q, k, v = qkv(device, 4, 30, heads=6, heads_kv=2, batch=3)
+    sinks = randn(device, 6, 5)[:, 2]
+    lens = torch.tensor([[3, 99], [30, 99], [7, 99]], dtype=torch.int32, device=device)[:, 0]
+    out, lse = fa.attention(q, k, v, sinks=sinks, kv_lens=lens, return_lse=True)
+    same, same_lse = fa.attention(q, k, v, sinks=sinks.contiguous(), kv_lens=lens.contiguous(), return_lse=True)
+    assert torch.equal(out, same)
+    assert torch.equal(lse, same_lse)
+    cu = torch.tensor([[0, 9], [10, 9], [30, 9]], dtype=torch.int32, device=device)[:, 0]
+    packed = k[0].transpose(0, 1)
+    assert torch.equal(
+        fa.attention_varlen(packed, packed, packed, cu, cu),
+        fa.attention_varlen(packed, packed, packed, *[cu.clone()] * 2),
+    )
+
+
+@pytest.mark.parametrize("dim", [(139, 7), (71, 9), (192, 8), (221, 16), (26, 8), (16, 16), (128, 16)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "mask", "kv_lens"])
+def test_narrow_values_beside_rows_that_are_not_aligned(device, dim, kind):
+    """On Hopper such tiles once read outside of shared memory."""
+    for len_k in (1, 40, 130):
+        q, k = (
+            randn(device, 2, 4, 19, dim[0], dtype=torch.float16),
+            randn(device, 2, 2, len_k, dim[0], dtype=torch.float16),
+        )
+        v = randn(device, 2, 2, len_k, 2 * dim[1], dtype=torch.float16)[..., 1::2]
+        options = {"causal": True}
+        if kind == "mask":
+            options = {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "window": (None, 10)}
+        elif kind == "kv_lens":
+            options = {"kv_lens": torch.tensor([len_k, 1], dtype=torch.int32, device=device), "scale": 0.0}
+        matches_oracle(fa.attention, Case(q, k, v, **options))

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention is torch's: same shapes, same numbers, same gradients, and what torch refuses is refused."""
+"""scaled_dot_product_attention is torch's: shapes, numbers and gradients, and what torch refuses is refused."""
 
 from __future__ import annotations
 
@@ -157,6 +157,6 @@ def test_autocast_casts_as_torch_does(device):
 
 
 def test_output_keeps_the_layout_of_a_transposed_query(device):
-    """(batch, length, heads, dim) storage in, the same out, so that a model's reshape after attention copies nothing."""
+    """(batch, length, heads, dim) storage in, the same out: a model's reshape after attention copies nothing."""
     (q,) = tensors(device, (2, 6, 3, 8))
     assert ours(*[q.transpose(1, 2)] * 3).transpose(1, 2).is_contiguous()

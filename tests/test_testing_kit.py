@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.reference import attention_reference, attention_varlen_reference, repeat_heads, visibility
-from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, check, check_packed, expect, laws, locality
+from flashattn_lite.testing import (
+    ALL_LAWS,
+    PACKED_LAWS,
+    Case,
+    assert_close_to_oracle,
+    check,
+    check_packed,
+    expect,
+    laws,
+    locality,
+)
 from flashattn_lite.testing.results import assert_within
 from flashattn_lite.testing.strategies import FEATURES
 from flashattn_lite.testing.tensors import LAYOUTS, lay_out
@@ -233,16 +243,33 @@ def test_within() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_bound_is_neither_loose_nor_shared(dtype: torch.dtype) -> None:
-    """For standard normal inputs it is some eps of the values; one outlier row leaves the bounds of others alone."""
+def test_the_bounds_see_a_rounded_query(dtype: torch.dtype) -> None:
+    """float32 at TF32's 11 bits shows in out; a half dtype shows in lse 3 bits short, in out 5 bits short."""
     q, k, v = torch.randn(3, 1, 2, 40, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bound = expect(Case(q, k, v)).out_bound
-    assert bound.max() <= 30 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * v.abs().max()
-    q = q.clone()
-    q[0, 0, 3] *= 1000
-    spoiled = expect(Case(q, k, v)).out_bound
+    case = Case(q, k, v)
+    out, lse = attention_reference(q, k, v, return_lse=True)
+    assert_close_to_oracle(out, lse, case)
+    bits_out, bits_lse = {torch.float32: (11, 11), torch.float16: (6, 8), torch.bfloat16: (3, 5)}[dtype]
+    coarse_out = attention_reference(keep_bits(q, bits_out), k, v)
+    _, coarse_lse = attention_reference(keep_bits(q, bits_lse), k, v, return_lse=True)
+    with pytest.raises(AssertionError, match="out"):
+        assert_close_to_oracle(coarse_out, lse, case)
+    with pytest.raises(AssertionError, match="lse"):
+        assert_close_to_oracle(out, coarse_lse, case)
+
+
+def keep_bits(x: Tensor, bits: int) -> Tensor:
+    mantissa, exponent = torch.frexp(x.float())
+    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).to(x.dtype)
+
+
+def test_one_outlier_row_leaves_the_bounds_of_others_alone() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 64, generator=torch.Generator().manual_seed(1))
     others = torch.arange(40) != 3
-    assert torch.allclose(spoiled[:, :, others], bound[:, :, others], rtol=1e-6)
+    spoiled = q.clone()
+    spoiled[0, 0, 3] *= 1000
+    before, after = (expect(Case(x, k, v)).out_bound[:, :, others] for x in (q, spoiled))
+    assert torch.allclose(before, after, rtol=1e-6)
 
 
 def test_a_row_of_nan_loosens_no_other() -> None:

@@ -270,7 +270,7 @@ def test_pinned_update_is_update() -> None:
     s = torch.randn(3, 50, 64).masked_fill(torch.rand(3, 50, 64) < 0.1, -math.inf)
     m_i, l_i = torch.zeros(3, 50), torch.rand(3, 50)
     m_new, l_new, alpha, p = state.update(m_i, l_i, s, 1.0, pinned=torch.ones(3, 50, dtype=torch.bool))
-    assert torch.equal(m_new, m_i) and torch.equal(alpha, torch.ones(3, 50))  # noqa: PT018
+    assert torch.equal(m_new, m_i) and torch.equal(alpha, torch.ones(3, 50))
     assert torch.equal(state.update_pinned_(l_i, s), p)
     assert torch.equal(l_i, l_new)
 

@@ -1,10 +1,11 @@
 """The portable attention forward in Triton: the kernel; `attention_launch.py` starts it.
 
 One program owns BLOCK_M query rows of one head and streams the K/V tiles that any of them can see.
-Loop invariant, for each row after the tiles up to start_n: m_i is a reference (log2 units), l_i = sum of 2^(s - m_i),
-acc = sum of 2^(s - m_i) * v, all in float32. Any reference gives the same softmax as long as the powers stay finite:
-the first tiles move it (running maximum), the tiles that all rows see whole keep it, the masked ones after them move
-it again. Bytes moved: Q and O once, K and V once per row tile (mostly from L2), a mask tile where there is a mask.
+Loop invariant, for each row after some tiles: m_i is a reference (log2 units), l_i = sum of 2^(s - m_i),
+acc = sum of 2^(s - m_i) * v over the keys of those tiles, all in float32. Any reference gives the same softmax as long
+as the powers stay finite: the masked tiles and one whole one go first and move it (running maximum), the other tiles,
+which all rows see whole, keep it: no maximum, no rescale. Bytes moved: Q and O once, K and V once per row tile (mostly
+from L2), a mask tile where there is a mask.
 
 At the end a row checks itself. One whose state is not finite (an infinity or NaN in V, also of a key that it can't
 see, as 0 * NaN is NaN; or a score far above the reference), or whose reference is so large that float32 does not hold
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.bounds import visited_keys
+from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, update, update_fixed, update_to
 
@@ -100,14 +101,15 @@ def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, a
 
 
 @triton.jit
-def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, lo, hi, offs_m, len_q, len_k, diag_lo, diag_hi, args,
+def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m, len_q, len_k, diag_lo, diag_hi, args,
            FIXED: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Takes the K/V tiles in [lo, hi) into the state of these rows.
+    """Takes the tiles first <= i < last of a visit into the state of these rows.
 
     FIXED: tiles that every row sees whole, at the reference that the rows have by now. Else masked, at the running
     maximum.
     """
-    for start_n in tl.range(lo, hi, T.BLOCK_N):
+    for i in tl.range(first, last):
+        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not FIXED)
         s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
         scale = args.scale_log2
@@ -127,17 +129,18 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, lo, hi, offs_m, len_q, len_
 
 
 @triton.jit
-def attend_again(q, k_src, v_src, mask_ptr, lo, full_lo, full_hi, hi, exact, offs_m, len_q, len_k, diag_lo, diag_hi,
-                 args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The state of these rows over all tiles in [lo, hi), from a V without its infinities and NaN.
+def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, diag_lo, diag_hi, args,
+                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The state of these rows over a whole visit, from a V without its infinities and NaN.
 
     With `exact`, also at the running maximum throughout, and with scores multiplied before they are subtracted.
-    Without, the arithmetic of `attend`, to the bit: reference fixed in [full_lo, full_hi).
+    Without, the arithmetic of `attend`, to the bit.
     """
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
     l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
-    for start_n in tl.range(lo, hi, T.BLOCK_N):
+    for i in tl.range(0, visit[0]):
+        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, True)
         s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
         scale = args.scale_log2
@@ -148,7 +151,7 @@ def attend_again(q, k_src, v_src, mask_ptr, lo, full_lo, full_hi, hi, exact, off
         scale = tl.where(exact == 1, 1.0, scale)
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
         s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
-        fixed = (exact == 0) & (start_n >= full_lo) & (start_n < full_hi)
+        fixed = (exact == 0) & (i >= visit[1])
         m_new = tl.where(fixed, m_i, tl.maximum(m_i, tl.max(s, 1) * scale))
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
@@ -166,7 +169,7 @@ def unsettled(acc, m_i, l_i):
 
 @triton.jit
 def out_pointers(dst, offs_m, T: tl.constexpr):
-    """[M, Dv] pointers; dst = (out pointer, lse pointer, batch, head, first row, out strides, lse strides of batch and head)."""
+    """[M, Dv] pointers; dst = (out, lse, batch, head, first row, out strides, lse strides of batch and head)."""
     offs_d = tl.arange(0, T.BLOCK_DV).to(tl.int64)
     base = dst[0] + dst[2].to(tl.int64) * dst[5][0] + dst[3].to(tl.int64) * dst[5][1]
     return base + (dst[4].to(tl.int64) + offs_m)[:, None] * dst[5][2] + offs_d[None, :] * dst[5][3]
@@ -190,7 +193,7 @@ def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.
 
 
 @triton.jit
-def add_infinities(v_src, mask_ptr, lo, hi, dst, offs_m, write, len_q, len_k, diag_lo, diag_hi, args,
+def add_infinities(v_src, mask_ptr, visit, dst, offs_m, write, len_q, len_k, diag_lo, diag_hi, args,
                    F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Adds the infinities of V (a NaN counts as both) to the finished rows in `write` that see their keys."""
     exists = (tl.arange(0, T.BLOCK_DV) < T.HEAD_DIM_V)[None, :]
@@ -198,7 +201,8 @@ def add_infinities(v_src, mask_ptr, lo, hi, dst, offs_m, write, len_q, len_k, di
     for negative in tl.range(0, 2):
         infinity = tl.where(negative == 0, float("inf"), float("-inf"))
         hits = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)  # [M, Dv] how many such keys the row sees
-        for start_n in tl.range(lo, hi, T.BLOCK_N, num_stages=1):
+        for i in tl.range(0, visit[0], num_stages=1):
+            start_n = visit[3] + i * T.BLOCK_N  # in any order
             v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
@@ -246,23 +250,16 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     offs_m = row_lo + tl.arange(0, T.BLOCK_M)
     row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
     q = load_tile(q_src, row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)  # [M, D]
-    lo, full_lo, full_hi, hi = visited_keys(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+    visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
 
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
     l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, 0, visit[1], visit, offs_m, len_q, len_k, diag_lo,
+                           diag_hi, args, False, F, T)  # fmt: skip
     if F.mask == "":
-        # The first whole tile still moves the reference; the rest, at a fixed one, is the bulk of the work.
-        full_lo = tl.minimum(full_lo + T.BLOCK_N, full_hi)
-        acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, lo, full_lo, offs_m, len_q, len_k, diag_lo, diag_hi,
-                               args, False, F, T)  # fmt: skip
-        acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, full_lo, full_hi, offs_m, len_q, len_k, diag_lo,
-                               diag_hi, args, True, F, T)  # fmt: skip
-    else:
-        full_lo = lo
-        full_hi = lo
-    acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, full_hi, hi, offs_m, len_q, len_k, diag_lo, diag_hi,
-                           args, False, F, T)  # fmt: skip
+        acc, m_i, l_i = attend(acc, m_i, l_i, q, k, v, mask_ptr, visit[1], visit[0], visit, offs_m, len_q, len_k,
+                               diag_lo, diag_hi, args, True, F, T)  # fmt: skip
 
     dst = (out_ptr, lse_ptr, batch, h, start_q, o_strides, (stride_lb, stride_lh))
     rows = offs_m < len_q
@@ -270,11 +267,11 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     finish_rows(acc, m_i, l_i, dst, offs_m, rows & (todo == 0), args, F, T)
     if tl.max(todo, 0) > 0:
         for exact in tl.range(0, 2):
-            acc, m_i, l_i = attend_again(q, k, v, mask_ptr, lo, full_lo, full_hi, hi, exact, offs_m, len_q, len_k,
-                                         diag_lo, diag_hi, args, F, T)  # fmt: skip
+            acc, m_i, l_i = attend_again(q, k, v, mask_ptr, visit, exact, offs_m, len_q, len_k, diag_lo, diag_hi,
+                                         args, F, T)  # fmt: skip
             done = (todo != 0) & ((unsettled(acc, m_i, l_i) == 0) | (exact == 1))
             finish_rows(acc, m_i, l_i, dst, offs_m, done, args, F, T)
-            add_infinities(v, mask_ptr, lo, hi, dst, offs_m, done, len_q, len_k, diag_lo, diag_hi, args, F, T)
+            add_infinities(v, mask_ptr, visit, dst, offs_m, done, len_q, len_k, diag_lo, diag_hi, args, F, T)
             todo = tl.where(done, 0, todo)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_lite.kernels.attention import ScoreArgs, Tile, attention_kernel
-from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded
+from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -56,7 +56,7 @@ def plan(
     config: TileConfig | None = None,
 ) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, kwargs) of one launch. out and lse are written, every element of them."""
-    config = config or attention_tile(problem, target)
+    config = config or config_of(problem, inputs, target)
     q, k, v = inputs.q, inputs.k, inputs.v
     rows_q, rows_k = problem.len_q, problem.len_k
     packed = problem.features.varlen
@@ -74,10 +74,11 @@ def plan(
         softcap=problem.softcap,
         mask_ptr=mask,
         mask_strides=None if mask is None else mask.stride(),
-        sinks_ptr=inputs.sinks,
-        kv_lens_ptr=inputs.kv_lens,
-        cu_seqlens_q_ptr=inputs.cu_seqlens_q,
-        cu_seqlens_k_ptr=inputs.cu_seqlens_k,
+        # A few numbers each: the one kind of input that is copied when it is not contiguous.
+        sinks_ptr=contiguous(inputs.sinks),
+        kv_lens_ptr=contiguous(inputs.kv_lens),
+        cu_seqlens_q_ptr=contiguous(inputs.cu_seqlens_q),
+        cu_seqlens_k_ptr=contiguous(inputs.cu_seqlens_k),
     )
     args = (
         q,
@@ -94,6 +95,25 @@ def plan(
     return attention_kernel, (num_m * problem.batch * problem.heads_q,), args, kwargs
 
 
+def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> TileConfig:
+    """The tile that a launch takes.
+
+    K and V whose rows can't be copied 16 bytes at a time are not pipelined. Their tiles then stay at one place in
+    shared memory, the wgmma descriptors become loop-invariant, and ptxas 12.8 (Triton 3.6) was seen to lose such
+    descriptors: an access outside of shared memory. They take a tile that is too small for wgmma.
+    """
+    whole = vectorised(inputs.k) and vectorised(inputs.v)
+    piped = whole or (has_tma(target) and takes_tma(inputs.k) and takes_tma(inputs.v))
+    return attention_tile(problem, target) if piped else unaligned_tile(problem, target)
+
+
+def vectorised(x: Tensor) -> bool:
+    """Every row starts at a multiple of 16 bytes and is a whole number of them."""
+    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    whole = all(size * x.element_size() % 16 == 0 for size in (*steps, x.shape[-1]))
+    return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
 def has_tma(target: Target) -> bool:
     return target.kind == "cuda" and isinstance(target.arch, int) and target.arch >= 90 and not target.interpreting
 
@@ -101,7 +121,7 @@ def has_tma(target: Target) -> bool:
 def takes_tma(x: Tensor) -> bool:
     """The tensor copy engine takes rows of contiguous elements at 16-byte addresses, and no empty tensor."""
     outer = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in outer)
+    aligned = all(0 < stride * x.element_size() < 2**40 and stride * x.element_size() % 16 == 0 for stride in outer)
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
@@ -111,6 +131,10 @@ def descriptor(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
     whole = 16 // x.element_size()  # any legal stride will do where there is one entry
     steps = [s if size > 1 else whole for size, s in zip(sizes[:-1], strides(x, packed)[:-1], strict=True)]
     return TensorDescriptor(x, sizes, [*steps, 1], [1, 1, *block])
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.contiguous()
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, ...]:

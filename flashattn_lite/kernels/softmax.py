@@ -65,7 +65,7 @@ def load(x_ptr, offs, inside):
 
 
 # Nothing is specialized on a size or a stride, so nothing recompiles because a row grew. Vectorized access rests on
-# ALIGN instead: strides, and the size along the unit stride, come divided by it.
+# ALIGN instead: strides, and the number of columns, come divided by it.
 @triton.jit(do_not_specialize=range(2, 13))
 def softmax_kernel(
     x_ptr, y_ptr, cols: tl.int64, size_1: tl.int64, size_r: tl.int64,
@@ -75,10 +75,7 @@ def softmax_kernel(
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(x) along the columns. WHOLE: a row is one tile, and stays on chip between its read and its write."""
-    if ACROSS:
-        size_r *= ALIGN
-    else:
-        cols *= ALIGN
+    cols *= ALIGN
     i_0, i_1, offs_r = locate(size_1, size_r, ROWS)
     x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
     y_ptr += (i_0 * stride_y0 + i_1 * stride_y1) * ALIGN
@@ -119,10 +116,7 @@ def stats_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, ACROSS: tl.constexpr, ALIGN: tl.constexpr, X_UNIT: tl.constexpr,
 ):  # fmt: skip
     """m = max(x), l = sum of exp(x - m) along the columns. m and l share their strides, which ALIGN does not divide."""
-    if ACROSS:
-        size_r *= ALIGN
-    else:
-        cols *= ALIGN
+    cols *= ALIGN
     i_0, i_1, offs_r = locate(size_1, size_r, ROWS)
     x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
     rows = offs_r < size_r
@@ -214,9 +208,10 @@ def plan(x: Tensor, results: tuple[Tensor] | tuple[Tensor, Tensor], dim: int) ->
     y_strides, y_unit = unit_apart([*(d.stride_y for d in dims), y.stride(dim)], across)
     vector = VECTOR_BYTES // x.element_size()
     size_r = dims[-1].size
-    together = [size_r if across else cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
-    align = vector if math.gcd(vector, *together) == vector else 1
-    sizes = (cols, dims[1].size, size_r // align) if across else (cols // align, dims[1].size, size_r)
+    together = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
+    # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
+    align = vector if not across and math.gcd(vector, *together) == vector else 1
+    sizes = (cols // align, dims[1].size, size_r)
     args = (x, *results, *sizes, *(stride // align for stride in x_strides))
     block_rows, block_cols, num_warps = tile_of(cols, across)
     kwargs = {"ROWS": block_rows, "COLS": block_cols, "ACROSS": across, "ALIGN": align, "X_UNIT": x_unit}

@@ -62,6 +62,13 @@ def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
     return _fitting(problem, target, TileConfig(128, 64, 4 if dim <= 64 else 8, 3))
 
 
+def unaligned_tile(problem: AttentionProblem, target: Target) -> TileConfig:
+    """The tile for K or V whose rows are not 16-byte aligned: on sm_90 one below wgmma's 64 rows, unpipelined."""
+    if target.kind == "cuda" and target.arch == 90 and not target.interpreting and problem.dtype != torch.float32:
+        return TileConfig(32, 64, 2, 1)
+    return attention_tile(problem, target)
+
+
 def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> TileConfig:
     """The config with fewer stages, then fewer keys, then fewer rows, until Q and the K/V stages fit on chip."""
     limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)

@@ -20,6 +20,7 @@ from flashattn_lite.testing.oracle import (
     ROUNDING,
     accumulator_eps,
     smallest_weight,
+    summing,
     upcast,
     weights,
 )
@@ -69,8 +70,10 @@ def _bounds(exact: Case, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dic
     """The formulas above; d_out is its absolute value, unseen NaN is cleared."""
     w, heads = weights(case), case.q.shape[1]
     q, k, v = (x.abs().nan_to_num(nan=0.0, posinf=0.0) for x in (exact.q, exact.k, exact.v))
+    batch, heads_kv, len_k = k.shape[:3]
     k_heads, v_heads = repeat_heads(k, heads), repeat_heads(v, heads)
-    unit = ROUNDING * _eps(case) + ACCUMULATION * accumulator_eps(case)
+    longest = max(len_k, case.group * q.shape[2], q.shape[3], v.shape[3])
+    unit = ROUNDING * _eps(case) + (ACCUMULATION + 2 * summing(longest)) * accumulator_eps(case)
     row = (w.p * w.delta).sum(-1, keepdim=True) + (w.p_sink * w.delta_sink).unsqueeze(-1)  # of the denominator
     e = unit + 2 * torch.expm1((w.delta + row).clamp(max=30.0))
 
@@ -83,7 +86,6 @@ def _bounds(exact: Case, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dic
     p = torch.where(w.seen, e * w.p, 0.0)
     d_s = p * (d_p + d_delta) + lost * (d_p + d_delta + 1)
     sink = w.p_sink * torch.expm1(w.delta_sink + row.squeeze(-1)) + unit * w.p_sink
-    batch, heads_kv, len_k = k.shape[:3]
     grouped = lambda x: x.view(batch, heads_kv, case.group, len_k, x.shape[-1]).sum(2)
     return {
         "q": abs(case.factor) * (d_s @ k_heads),

@@ -1,15 +1,16 @@
-"""Which K/V tiles a tile of query rows visits, and which of them need no mask. Scalars only."""
+"""Which K/V tiles a tile of query rows visits, in which order, and which of them need no mask. Scalars only."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def visited_keys(row_lo, row_hi, len_k, diag_lo, diag_hi, BLOCK_N: tl.constexpr, F: tl.constexpr):
-    """For query rows row_lo <= i < row_hi: (lo, full_lo, full_hi, hi), lo <= full_lo <= full_hi <= hi (or nothing to visit).
+def visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, BLOCK_N: tl.constexpr, F: tl.constexpr):
+    """The visit of query rows row_lo <= i < row_hi: (count, edges, before, lo, full_lo, full_hi), for `tile_start`.
 
-    Tiles of BLOCK_N keys from lo up to hi hold every key that some row sees; those in [full_lo, full_hi) are
-    seen whole by all rows. lo, full_lo and full_hi are multiples of BLOCK_N, so a key is always in the same tile.
+    `count` tiles of BLOCK_N keys hold every key that some row sees. The first `edges` of them need a mask (or come
+    first to set the rows' reference: one whole tile is among them); the rest every row sees whole.
+    Tiles start at multiples of BLOCK_N, so that a key is always in the same one.
     """
     lo = 0
     full_lo = 0
@@ -23,8 +24,17 @@ def visited_keys(row_lo, row_hi, len_k, diag_lo, diag_hi, BLOCK_N: tl.constexpr,
         hi = tl.minimum(tl.maximum(row_hi + diag_hi, 0), len_k)
         full_hi = tl.minimum(tl.maximum(row_lo + diag_hi + 1, 0), len_k)
     full_hi = full_hi // BLOCK_N * BLOCK_N
-    if F.mask != "":
-        full_hi = 0
-    full_lo = tl.minimum(full_lo, tl.maximum(hi, lo))
-    full_hi = tl.maximum(full_hi, full_lo)
-    return lo, full_lo, full_hi, hi
+    count = tl.maximum(hi - lo + BLOCK_N - 1, 0) // BLOCK_N
+    whole = 0
+    if F.mask == "":
+        full_lo += BLOCK_N
+        whole = tl.maximum(full_hi - full_lo, 0) // BLOCK_N
+    return count, count - whole, (full_lo - lo) // BLOCK_N, lo, full_lo, full_hi
+
+
+@triton.jit
+def tile_start(i, edges, before, lo, full_lo, full_hi, whole, BLOCK_N: tl.constexpr):
+    """First key of the i-th tile of a visit: the edges before the whole tiles, those after them, the whole tiles."""
+    edge = lo + i * BLOCK_N
+    edge = tl.where((whole > 0) & (i >= before), full_hi + (i - before) * BLOCK_N, edge)
+    return tl.where(i < edges, edge, full_lo + (i - edges) * BLOCK_N)

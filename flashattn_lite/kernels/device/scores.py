@@ -1,4 +1,4 @@
-"""From q.k to masked scores on the device: scale, softcap, visibility. The twin of `flashattn_lite/scores.py`, layout-free."""
+"""From q.k to masked scores on the device: scale, softcap, visibility. Layout-free, twin of `scores.py` above."""
 
 import triton
 import triton.language as tl

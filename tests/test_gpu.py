@@ -1,0 +1,107 @@
+"""What only a GPU can show: the same bits a thousand times, streams, graphs, no waiting, addresses past 2^31."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference
+
+pytestmark = pytest.mark.gpu
+
+
+def qkv(*, length=1000, dim=64, dtype=torch.bfloat16, heads=8, heads_kv=2, batch=2):
+    torch.manual_seed(0)
+    return [torch.randn(batch, h, length, dim, device="cuda", dtype=dtype) for h in (heads, heads_kv, heads_kv)]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside other work"])
+@pytest.mark.parametrize("case", ["dense", "redone", "unaligned", "packed"])
+def test_a_thousand_repeats_give_the_same_bits(case, busy):
+    q, k, v = qkv(dim=63 if case == "unaligned" else 64)
+    if case == "redone":
+        k[:, :, 500:] *= 50  # scores far above the reference of the first tiles
+    if case == "packed":
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        cu = torch.tensor([0, 300, 301, 2000], dtype=torch.int32, device="cuda")
+        call = lambda: fa.attention_varlen(q, k, v, cu, cu, causal=True, max_seqlen_q=1699, max_seqlen_k=1699)
+    else:
+        call = lambda: fa.attention(q, k, v, causal=case != "redone", backend="triton")
+    first = call()
+    other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    different = torch.zeros((), device="cuda", dtype=torch.int64)
+    for i in range(1000):
+        if busy and i % 4 == 0:
+            with torch.cuda.stream(other):
+                noise = (noise @ noise).clamp_(-1, 1)
+        different += (call() != first).sum()
+    assert not first.isnan().any()
+    assert different.item() == 0
+
+
+def test_two_streams_at_once():
+    inputs = [qkv(length=777), qkv(length=1300)]
+    expected = [fa.attention(*x, causal=True) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(50):
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(fa.attention(*x, causal=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
+
+
+def test_cuda_graph_with_lengths_that_change():
+    q, k, v = qkv(length=256)
+    lens = torch.tensor([256, 100], dtype=torch.int32, device="cuda")
+    fa.attention(q, k, v, causal=True, kv_lens=lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa.attention(q, k, v, causal=True, kv_lens=lens)
+    for values in ([256, 100], [1, 256], [0, 7]):
+        lens.copy_(torch.tensor(values, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, fa.attention(q, k, v, causal=True, kv_lens=lens))
+
+
+def test_no_call_waits_for_the_gpu():
+    q, k, v = qkv(length=100)
+    lens = torch.tensor([50, 100], dtype=torch.int32, device="cuda")
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 60, 200], dtype=torch.int32, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fa.attention(q, k, v, causal=True, kv_lens=lens)
+        fa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        fa.attention_varlen(*packed, cu, cu, max_seqlen_q=140, max_seqlen_k=140)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_wrong_tables_stay_inside_the_tensors():
+    """Whatever cu_seqlens and kv_lens hold on a GPU, nothing outside is read or written; other sequences are right."""
+    q, k, v = (torch.randn(100, h, 32, device="cuda", dtype=torch.float16) for h in (4, 2, 2))
+    right = torch.tensor([0, 40, 100], dtype=torch.int32, device="cuda")
+    expected = fa.attention_varlen(q, k, v, right, right, max_seqlen_q=100, max_seqlen_k=100)
+    for values in ([0, 40, 2**31 - 1], [-7, 40, 100], [0, 40, -(2**31)]):
+        wrong = torch.tensor(values, dtype=torch.int32, device="cuda")
+        out = fa.attention_varlen(q, k, v, wrong, wrong, max_seqlen_q=100, max_seqlen_k=100)
+        assert torch.equal(out[:40], expected[:40])
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_offsets_past_two_to_the_31(aligned):
+    """Keys whose rows lie 2^25 elements apart, by strides that take TMA and by others: the last are past 2^31."""
+    rows, apart = 80, 2**25 if aligned else 2**25 + 1
+    storage = torch.empty(rows * apart + 64, device="cuda", dtype=torch.float16)
+    torch.manual_seed(0)
+    small = torch.randn(2, 1, 1, rows, 64, device="cuda", dtype=torch.float16)
+    k = storage.as_strided((1, 1, rows, 64), (rows * apart, rows * apart, apart, 1))
+    k.copy_(small[0])
+    q, v = small[1][:, :, :3], small[1]
+    exact = attention_reference(q.double(), small[0].double(), v.double())
+    torch.testing.assert_close(fa.attention(q, k, v).double(), exact, atol=2e-3, rtol=0)  # two float16 eps

@@ -1,4 +1,4 @@
-"""Draws results, from their CSV alone: python -m benchmarks.plot memory [--csv memory.csv] [--out memory.png]."""
+"""Draws results, from their CSV alone: python -m benchmarks.plot memory|attention [--csv CSV] [--out PNG]."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch efficient": {"color": "#cc79a7", "marker": "^"},
     "torch cudnn": {"color": "#e69f00", "marker": "P"},
     "torch math": {"color": "#777777", "marker": "X"},
+    "sdpa-cudnn": {"color": "#e69f00", "marker": "P"},
+    "sdpa-flash": {"color": "#56b4e9", "marker": "v"},
+    "sdpa-efficient": {"color": "#cc79a7", "marker": "^"},
+    "flex": {"color": "#0072b2", "marker": "D"},
+    "fa2": {"color": "#777777", "marker": "X"},
+    "fa3": {"color": "#d55e00", "marker": "s"},
+    "fa4": {"color": "#333333", "marker": "h"},
+    "flashattn_lite-triton": {"color": "#009e73", "marker": "o", "linewidth": 2.6, "zorder": 4},
     "flashattn_lite": {"color": "#009e73", "marker": "o", "linewidth": 2.6, "zorder": 4},
 }
 NAMES = {"naive": "naive softmax(QKᵀ)V", "torch": "torch SDPA"}
@@ -119,7 +127,54 @@ def bytes_as_text(value: float) -> str:
     return f"{value:g} B"
 
 
-PLOTS: dict[str, Callable[[Sequence[Row], Path], None]] = {"memory": memory}
+def attention(rows: Sequence[Row], out: Path) -> None:
+    """TFLOP/s over sequence length, a panel for each head dim and mask, in bfloat16 where it was measured."""
+    rows = [row for row in rows if row["metric"] == "tflops"]
+    dtype = "bf16" if any(row["dtype"] == "bf16" for row in rows) else rows[0]["dtype"]
+    rows = [row for row in rows if row["dtype"] == dtype]
+    dims = sorted({int(row["head_dim"]) for row in rows})
+    figure, panels = plt.subplots(2, len(dims), figsize=(4.4 * len(dims), 7.2), sharex=True, sharey=True, squeeze=False)
+    for line, causal in enumerate(("False", "True")):
+        for column, dim in enumerate(dims):
+            chosen = [row for row in rows if row["causal"] == causal and int(row["head_dim"]) == dim]
+            attention_panel(panels[line][column], chosen)
+            panels[line][column].set_title(
+                f"head dim {dim}, {'causal' if causal == 'True' else 'full'}", loc="left", color=INK, fontsize=11
+            )
+        panels[line][0].set_ylabel("TFLOP/s")
+    panels[0][0].set_ylim(0, 1.05 * max(float(row["median"]) for row in rows))
+    for axes in panels[1]:
+        axes.set_xlabel("sequence length")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="upper right", ncols=len(names), frameon=False, fontsize=9)
+    figure.suptitle(f"Attention forward, {dtype}", x=0.01, ha="left", color=INK, fontsize=13)
+    first = rows[0]
+    note = (
+        f"16k tokens in all, hidden size 2048; sustained, median of calls. {first['gpu']}, torch {first['torch']}, "
+        f"triton {first['triton']}, commit {first['commit']}, {first['date']}."
+    )
+    figure.text(0.01, 0.01, note, fontsize=8, color="#666666", va="bottom")
+    figure.tight_layout(rect=(0, 0.03, 1, 0.97))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def attention_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    lengths = sorted({int(row["len_q"]) for row in rows})
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        points = sorted((int(row["len_q"]), float(row["median"])) for row in rows if row["provider"] == provider)
+        style = {"linewidth": 1.6, "markersize": 4.5, **STYLES[provider]}
+        axes.plot(*zip(*points, strict=True), label=provider, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.tick_params(labelbottom=True, labelleft=True, colors=INK, labelsize=9)
+    axes.grid(axis="y", color="#e8e8e8", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+PLOTS: dict[str, Callable[[Sequence[Row], Path], None]] = {"memory": memory, "attention": attention}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -45,6 +45,7 @@ class Tile:
     GROUP: int  # query heads of one key/value head
     PRECISION: str  # of tl.dot on float32 operands
     TMA: bool  # K and V arrive as tensor descriptors
+    RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
 
 
 class ScoreArgs(NamedTuple):
@@ -176,6 +177,12 @@ def out_pointers(dst, offs_m, T: tl.constexpr):
 
 
 @triton.jit
+def lse_pointers(dst, offs_m):
+    """[M] pointers; dst as for out_pointers."""
+    return dst[1] + dst[2].to(tl.int64) * dst[6][0] + dst[3].to(tl.int64) * dst[6][1] + dst[4] + offs_m
+
+
+@triton.jit
 def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.constexpr):
     """Takes the sink into the state, finishes it, and writes the rows in `write`."""
     h = dst[3]
@@ -188,8 +195,7 @@ def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.
     exists = (tl.arange(0, T.BLOCK_DV) < T.HEAD_DIM_V)[None, :]
     out = (acc * inv_l[:, None]).to(dst[0].dtype.element_ty)  # [M, Dv]
     tl.store(out_pointers(dst, offs_m, T), out, mask=write[:, None] & exists)
-    lse_ptr = dst[1] + dst[2].to(tl.int64) * dst[6][0] + h.to(tl.int64) * dst[6][1]
-    tl.store(lse_ptr + dst[4] + offs_m, lse, mask=write)
+    tl.store(lse_pointers(dst, offs_m), lse, mask=write)
 
 
 @triton.jit
@@ -265,6 +271,11 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     rows = offs_m < len_q
     todo = (rows & unsettled(acc, m_i, l_i)).to(tl.int32)
     finish_rows(acc, m_i, l_i, dst, offs_m, rows & (todo == 0), args, F, T)
+    if T.RELOAD:
+        tl.store(lse_pointers(dst, offs_m), float("nan"), mask=todo != 0)
+        tl.debug_barrier()
+        mark = tl.load(lse_pointers(dst, offs_m), mask=rows, other=0.0)
+        todo = (mark != mark).to(tl.int32)
     if tl.max(todo, 0) > 0:
         for exact in tl.range(0, 2):
             acc, m_i, l_i = attend_again(q, k, v, mask_ptr, visit, exact, offs_m, len_q, len_k, diag_lo, diag_hi,

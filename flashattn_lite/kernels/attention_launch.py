@@ -17,7 +17,7 @@ from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
 
 
-def tile_of(problem: AttentionProblem, config: TileConfig, tma: bool) -> Tile:
+def tile_of(problem: AttentionProblem, target: Target, config: TileConfig, tma: bool) -> Tile:
     # float32 means float32 unless the user let torch's own matrix products use TF32.
     precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return Tile(
@@ -30,6 +30,7 @@ def tile_of(problem: AttentionProblem, config: TileConfig, tma: bool) -> Tile:
         GROUP=problem.group,
         PRECISION="ieee" if precise else "tf32",
         TMA=tma,
+        RELOAD=isinstance(target.arch, int) and 100 <= target.arch < 120,
     )
 
 
@@ -61,7 +62,7 @@ def plan(
     rows_q, rows_k = problem.len_q, problem.len_k
     packed = problem.features.varlen
     tma = has_tma(target) and takes_tma(k) and takes_tma(v)
-    tile = tile_of(problem, config, tma)
+    tile = tile_of(problem, target, config, tma)
     num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
     if packed:  # [rows, H, D] read as one batch of [H, rows, D]
         rows_q, rows_k = q.shape[0], k.shape[0]

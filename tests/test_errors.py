@@ -127,7 +127,9 @@ def test_nothing_is_launched_for_bad_input(monkeypatch):
 
 def test_a_named_backend_never_falls_back():
     doubles = Q.double()
-    with pytest.raises(BackendError, match=r"backend: 'triton' can't run this problem. By backend: triton: .*float64"):
+    # The reason is the dtype, or that Triton is not there at all.
+    words = r"backend: 'triton' can't run this problem. By backend: triton: .*(float64|triton).*; tiled: would run"
+    with pytest.raises(BackendError, match=words):
         fa.attention(doubles, doubles, doubles, backend="triton")
 
 
@@ -135,7 +137,7 @@ def test_explain_says_what_runs_and_why_not():
     doubles = Q.double()
     explanation = fa.explain(doubles, doubles, doubles, causal=True)
     assert explanation.backend == "tiled"
-    assert any("float64" in reason for reason in explanation.reasons["triton"])
+    assert any("float64" in reason or "triton" in reason for reason in explanation.reasons["triton"])
     assert explanation.reasons["tiled"] == []
     assert "tiled on cpu" in str(explanation)
     assert "triton:" in str(explanation)

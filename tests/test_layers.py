@@ -23,6 +23,7 @@ FLOORS = {
     "tiles": 1,
     "kernels": 1,
     "kernels.tuning": 1,
+    "kernels.interpreter": 1,
     "kernels.device": 1,
     "reference": 2,
     "tiled": 2,

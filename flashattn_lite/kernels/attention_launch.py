@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_lite.kernels.attention import ScoreArgs, Tile, attention_kernel
+from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
@@ -141,13 +142,6 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
     """(batch, head, row, dim) strides; packed tensors are [row, head, dim] and have one batch."""
     return (0, x.stride(1), x.stride(0), x.stride(2)) if packed else x.stride()
-
-
-def numpy_errors_off() -> Any:
-    """Triton's interpreter computes with NumPy, which warns where IEEE arithmetic gives an infinity as it should."""
-    import numpy
-
-    return numpy.errstate(all="ignore")
 
 
 def launch(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:

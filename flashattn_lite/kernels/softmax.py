@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, reference, update_fixed
+from flashattn_lite.kernels.interpreter import numpy_errors_off
 
 MAX_ELEMENTS = 32768  # of a tile: 64 float32 registers in each of 512 threads, half of what they may have
 STEP_ELEMENTS = 16384  # of one step along a longer row: 32 KiB of float16 under way, enough to hide memory's latency
@@ -246,10 +247,3 @@ def interpret(x: Tensor, results: tuple[Tensor] | tuple[Tensor, Tensor], dim: in
     wide = torch.empty_like(results[0], dtype=torch.float32)
     launch(x, (wide,), dim)
     results[0].copy_(wide)
-
-
-def numpy_errors_off() -> Any:
-    """The interpreter computes with NumPy, which warns where IEEE arithmetic gives an infinity or NaN as it should."""
-    import numpy
-
-    return numpy.errstate(all="ignore")

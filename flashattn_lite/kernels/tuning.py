@@ -27,7 +27,7 @@ def padded(head_dim: int) -> int:
 
 # 16-bit dtypes on sm_90: (largest padded head dim, tile below LONG keys, tile from LONG keys up).
 # Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048, sustained), with a
-# form of the kernel that took masked tiles last: ratio to cuDNN in that run, full attention at 512 / 1k / 2k / 4k / 16k.
+# form of the kernel that took masked tiles last: ratio to cuDNN in that run, full at 512 / 1k / 2k / 4k / 16k.
 #   64:  128x64 w4 s3  0.89 1.01 1.07 1.12 1.16   (64x64 w4 s3  0.86 0.95 0.99 1.01 1.06)
 #   128: 64x64 w4 s3   0.78 0.83 0.84 0.84 0.85   (128x128 w8 s3  0.63 0.75 0.84 0.88 0.93)
 #   256: 128x64 w8 s2  0.72 0.77 0.79 0.86 0.87   (64x32 w4 s2  0.68 0.70 0.71 0.73 0.73)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flashattn_lite.tiled_backward as tiled_backward
-from flashattn_lite import dispatch
+from flashattn_lite import dispatch, tiled_backward
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in the schema, in the order of Inputs

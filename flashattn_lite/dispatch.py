@@ -14,12 +14,39 @@ from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 
+class Hopper:
+    """The Gluon kernel for sm_90a. Gluon changes between versions of Triton: where it does not fit, it says so."""
+
+    name = "hopper"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        if target.triton:
+            return [target.triton]
+        if target.kind != "cuda" or target.arch != 90:
+            return [f"it needs a Hopper GPU (sm_90a); these tensors are on {target.name}"]
+        try:
+            from flashattn_lite.kernels import attention_hopper_launch
+        except Exception as error:
+            return [f"Gluon of the installed Triton does not take it ({type(error).__name__}: {error})"]
+        return attention_hopper_launch.why_not(problem, inputs)
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
+        from flashattn_lite.kernels import attention_hopper_launch
+
+        return attention_hopper_launch.hopper_tile(problem)
+
+    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+        from flashattn_lite.kernels import attention_hopper_launch
+
+        attention_hopper_launch.launch(problem, inputs, out, lse, target)
+
+
 class Triton:
     """The portable kernel. Its module imports Triton, so it is imported when first needed."""
 
     name = "triton"
 
-    def why_not(self, problem: AttentionProblem, target: Target) -> list[str]:
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         if target.triton:
             return [target.triton]
         from flashattn_lite.kernels import attention_launch
@@ -42,7 +69,7 @@ class Tiled:
 
     name = "tiled"
 
-    def why_not(self, problem: AttentionProblem, target: Target) -> list[str]:
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         return []
 
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
@@ -52,7 +79,8 @@ class Tiled:
         tiled.forward(problem, inputs, out, lse)
 
 
-BACKENDS: tuple[Triton | Tiled, ...] = (Triton(), Tiled())
+Backend = Hopper | Triton | Tiled
+BACKENDS: tuple[Backend, ...] = (Hopper(), Triton(), Tiled())
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
 
 
@@ -63,19 +91,19 @@ def check_backend(backend: object) -> None:
         )
 
 
-def reasons(problem: AttentionProblem) -> dict[str, list[str]]:
+def reasons(problem: AttentionProblem, inputs: Inputs) -> dict[str, list[str]]:
     """For every backend, in order of preference, why it would not run this problem (empty: it would)."""
     target = targets.of(problem.device)
-    return {backend.name: backend.why_not(problem, target) for backend in BACKENDS}
+    return {backend.name: backend.why_not(problem, inputs, target) for backend in BACKENDS}
 
 
-def choose(problem: AttentionProblem, backend: str) -> Triton | Tiled:
+def choose(problem: AttentionProblem, inputs: Inputs, backend: str) -> Backend:
     """The named backend, or for "auto" the first without a reason against it. Never falls back from a name."""
     target = targets.of(problem.device)
     for candidate in BACKENDS:
-        if backend in ("auto", candidate.name) and not candidate.why_not(problem, target):
+        if backend in ("auto", candidate.name) and not candidate.why_not(problem, inputs, target):
             return candidate
-    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem).items())
+    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, inputs).items())
     raise BackendError(
         f"backend: {backend!r} can't run this problem. By backend: {table}. Use 'auto', or one that would run."
     )
@@ -83,7 +111,7 @@ def choose(problem: AttentionProblem, backend: str) -> Triton | Tiled:
 
 def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> None:
     """Fills out and lse by the chosen backend."""
-    choose(problem, backend).forward(problem, inputs, out, lse, targets.of(problem.device))
+    choose(problem, inputs, backend).forward(problem, inputs, out, lse, targets.of(problem.device))
 
 
 @dataclass(frozen=True)
@@ -104,6 +132,6 @@ class Explanation:
 
 
 def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
-    chosen = choose(problem, backend)
+    chosen = choose(problem, inputs, backend)
     target = targets.of(problem.device)
-    return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem))
+    return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem, inputs))

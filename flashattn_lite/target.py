@@ -18,6 +18,7 @@ class Target:
     name: str
     triton: str = ""
     interpreting: bool = False
+    multiprocessors: int = 1
 
 
 @functools.cache
@@ -47,7 +48,8 @@ def _gpu(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return Target("hip", properties.gcnArchName.split(":")[0], properties.name, why_no_triton())
-    return Target("cuda", properties.major * 10 + properties.minor, properties.name, why_no_triton())
+    arch, count = properties.major * 10 + properties.minor, properties.multi_processor_count
+    return Target("cuda", arch, properties.name, why_no_triton(), multiprocessors=count)
 
 
 def of(device: torch.device) -> Target:

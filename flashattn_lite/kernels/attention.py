@@ -18,12 +18,11 @@ Source: Dao, FlashAttention-2 (arXiv 2307.08691); Milakov and Gimelshein, Online
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
+from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, update, update_fixed, update_to
 
@@ -46,19 +45,6 @@ class Tile:
     PRECISION: str  # of tl.dot on float32 operands
     TMA: bool  # K and V arrive as tensor descriptors
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
-
-
-class ScoreArgs(NamedTuple):
-    """Run-time values that score features need; None where the feature is off. Travels as one kernel argument."""
-
-    scale_log2: Any
-    softcap: Any
-    mask_ptr: Any
-    mask_strides: Any
-    sinks_ptr: Any
-    kv_lens_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
 
 
 @triton.jit
@@ -236,8 +222,9 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     batch = b
     if F.varlen:
         batch = b * 0  # the sequences lie behind one another in one batch entry
-        start_q, len_q = sequence(args.cu_seqlens_q_ptr + b, rows_q)
-        start_k, len_k = sequence(args.cu_seqlens_k_ptr + b, rows_k)
+        cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b
+        start_q, len_q = clamp_sequence(tl.load(cu_q), tl.load(cu_q + 1), rows_q)
+        start_k, len_k = clamp_sequence(tl.load(cu_k), tl.load(cu_k + 1), rows_k)
     row_lo = block_m * T.BLOCK_M
     if row_lo >= len_q:
         return
@@ -284,11 +271,3 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
             finish_rows(acc, m_i, l_i, dst, offs_m, done, args, F, T)
             add_infinities(v, mask_ptr, visit, dst, offs_m, done, len_q, len_k, diag_lo, diag_hi, args, F, T)
             todo = tl.where(done, 0, todo)
-
-
-@triton.jit
-def sequence(cu_seqlens_ptr, total):
-    """(start, length) of a packed sequence, clamped into the tensor whatever the table holds."""
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + 1), start), total)
-    return start, end - start

@@ -20,6 +20,16 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """One row of the Hopper kernel's table: consumer warpgroups of 64 rows, keys a tile, stages, heads in a row tile."""
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    pack: int = 1
+
+
 def padded(head_dim: int) -> int:
     """The power of two that holds a head dim; 16 at least, the shortest reduction a matrix instruction takes."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -81,4 +91,18 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
             config = replace(config, block_n=config.block_n // 2)
         else:
             config = replace(config, block_m=config.block_m // 2, num_warps=4)
+    return config
+
+
+def hopper_tile(problem: AttentionProblem) -> HopperConfig:
+    """The tile of the Hopper attention kernel: a function of head dims, group, and the lengths where it says so."""
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if dim <= 64:
+        config = HopperConfig(3, 128, 2) if problem.len_k >= 4096 else HopperConfig(2, 128, 2)
+    elif dim <= 128:
+        config = HopperConfig(2, 128, 2)
+    else:
+        config = HopperConfig(2, 64, 2)
+    if problem.group > 1 and problem.len_q <= 32 * config.warpgroups:
+        config = replace(config, pack=min(64, 1 << (problem.group - 1).bit_length()))
     return config

@@ -38,3 +38,11 @@ def tile_start(i, edges, before, lo, full_lo, full_hi, whole, BLOCK_N: tl.conste
     edge = lo + i * BLOCK_N
     edge = tl.where((whole > 0) & (i >= before), full_hi + (i - before) * BLOCK_N, edge)
     return tl.where(i < edges, edge, full_lo + (i - edges) * BLOCK_N)
+
+
+@triton.jit
+def clamp_sequence(start, end, total):
+    """(start, length) of a packed sequence, clamped into the tensor whatever the table holds."""
+    start = tl.minimum(tl.maximum(start, 0), total)
+    end = tl.minimum(tl.maximum(end, start), total)
+    return start, end - start

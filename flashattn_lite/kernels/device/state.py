@@ -20,6 +20,19 @@ def reference(m_i):
 
 
 @triton.jit
+def shift(m_i, m_new):
+    """From reference m_i to m_new: (m_new as a number to subtract, alpha that brings an old l and acc to it)."""
+    m_ref = reference(m_new)
+    return m_ref, tl.exp2(m_i - m_ref)
+
+
+@triton.jit
+def weights(s, scale, m_ref):
+    """p [M, N] = 2^(s * scale - m_ref), one fma and one exponential an element."""
+    return tl.exp2(tl.fma(s, scale, -m_ref[:, None]))
+
+
+@triton.jit
 def update(m_i, l_i, s, scale):
     """Takes a tile of scores s [M, N] into the state [M]; s * scale in log2 units, masked as -inf, scale > 0.
 
@@ -34,9 +47,8 @@ def update(m_i, l_i, s, scale):
 @triton.jit
 def update_to(m_i, l_i, m_new, s, scale):
     """`update` to a reference that the caller chose, any that keeps 2^(s * scale - m_new) finite."""
-    m_ref = reference(m_new)
-    alpha = tl.exp2(m_i - m_ref)
-    p = tl.exp2(tl.fma(s, scale, -m_ref[:, None]))  # [M, N]
+    m_ref, alpha = shift(m_i, m_new)
+    p = weights(s, scale, m_ref)  # [M, N]
     return m_new, tl.fma(l_i, alpha, tl.sum(p, 1)), alpha, p
 
 
@@ -47,7 +59,7 @@ def update_fixed(m_i, l_i, s, scale):
     Returns (l_new, p [M, N]): the caller does acc = acc + p @ v, and checks at its end that l and acc are finite,
     because a score that passes m_i by more than p's format holds makes them infinite.
     """
-    p = tl.exp2(tl.fma(s, scale, -m_i[:, None]))  # [M, N]
+    p = weights(s, scale, m_i)  # [M, N]
     return l_i + tl.sum(p, 1), p
 
 

@@ -1,0 +1,81 @@
+"""Tensors as the attention kernels take them: strides, what the tensor copy engine accepts, the score arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.state import LOG2E
+
+
+class ScoreArgs(NamedTuple):
+    """Run-time values that score features need; None where the feature is off. Travels as one kernel argument."""
+
+    scale_log2: Any
+    softcap: Any
+    mask_ptr: Any
+    mask_strides: Any
+    sinks_ptr: Any
+    kv_lens_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+def score_args(problem: AttentionProblem, inputs: Inputs) -> ScoreArgs:
+    mask = inputs.mask
+    if mask is not None:
+        mask = mask.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_k)
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return ScoreArgs(
+        scale_log2=problem.scale * LOG2E,
+        softcap=problem.softcap,
+        mask_ptr=mask,
+        mask_strides=None if mask is None else mask.stride(),
+        # A few numbers each: the one kind of input that is copied when it is not contiguous.
+        sinks_ptr=contiguous(inputs.sinks),
+        kv_lens_ptr=contiguous(inputs.kv_lens),
+        cu_seqlens_q_ptr=contiguous(inputs.cu_seqlens_q),
+        cu_seqlens_k_ptr=contiguous(inputs.cu_seqlens_k),
+    )
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.contiguous()
+
+
+def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
+    """(batch, head, row, dim) strides; packed tensors are [row, head, dim] and have one batch."""
+    return (0, x.stride(1), x.stride(0), x.stride(2)) if packed else x.stride()
+
+
+def lse_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
+    """(batch, head) strides; its rows are contiguous."""
+    return (0, lse.stride(0)) if packed else (lse.stride(0), lse.stride(1))
+
+
+def sizes(x: Tensor, packed: bool) -> list[int]:
+    """[batch, head, row, dim] sizes, as `strides`."""
+    return [1, x.shape[1], x.shape[0], x.shape[2]] if packed else list(x.shape)
+
+
+def vectorised(x: Tensor) -> bool:
+    """Every row starts at a multiple of 16 bytes and is a whole number of them."""
+    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    whole = all(size * x.element_size() % 16 == 0 for size in (*steps, x.shape[-1]))
+    return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
+def takes_tma(x: Tensor) -> bool:
+    """The tensor copy engine takes rows of contiguous elements at 16-byte addresses, and no empty tensor."""
+    outer = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    aligned = all(0 < stride * x.element_size() < 2**40 and stride * x.element_size() % 16 == 0 for stride in outer)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
+def tma_strides(sizes: list[int], steps: tuple[int, ...], itemsize: int) -> list[int]:
+    """Strides for a descriptor: any legal one will do where there is one entry."""
+    legal = 16 // itemsize
+    return [*(step if size > 1 else legal for size, step in zip(sizes[:-1], steps[:-1], strict=True)), 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from flashattn_lite import tiled
 from flashattn_lite.errors import BackendError, value_error
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
+
+Run = Callable[[Inputs, Tensor, Tensor], None]
 
 
 class Hopper:
@@ -35,10 +38,10 @@ class Hopper:
 
         return attention_hopper_launch.hopper_tile(problem)
 
-    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
         from flashattn_lite.kernels import attention_hopper_launch
 
-        attention_hopper_launch.launch(problem, inputs, out, lse, target)
+        return attention_hopper_launch.prepare(problem, inputs, out, lse, target)
 
 
 class Triton:
@@ -58,10 +61,10 @@ class Triton:
 
         return attention_launch.config_of(problem, inputs, target)
 
-    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
         from flashattn_lite.kernels import attention_launch
 
-        attention_launch.launch(problem, inputs, out, lse, target)
+        return attention_launch.prepare(problem, inputs, out, lse, target)
 
 
 class Tiled:
@@ -75,8 +78,8 @@ class Tiled:
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         return tiled.tile_of(problem)
 
-    def forward(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
-        tiled.forward(problem, inputs, out, lse)
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
+        return lambda inputs, out, lse: tiled.forward(problem, inputs, out, lse)
 
 
 Backend = Hopper | Triton | Tiled
@@ -109,9 +112,10 @@ def choose(problem: AttentionProblem, inputs: Inputs, backend: str) -> Backend:
     )
 
 
-def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> None:
-    """Fills out and lse by the chosen backend."""
-    choose(problem, inputs, backend).forward(problem, inputs, out, lse, targets.of(problem.device))
+def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> Run:
+    """What fills out and lse by the chosen backend, for these tensors and any others of the same metadata."""
+    target = targets.of(problem.device)
+    return choose(problem, inputs, backend).prepare(problem, inputs, out, lse, target)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import dispatch, tiled_backward
-from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite import calls, tiled_backward
+from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, allocate, problem_of
+from flashattn_lite.problem import Inputs
 
-NUM_TENSORS = len(Inputs._fields)  # they come first in the schema, in the order of Inputs
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
 
 TENSORS = (
@@ -21,33 +21,11 @@ OPTIONS = (
     "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float scale, float? softcap, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
-OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
-
-
-def problem_of(args: tuple[Any, ...]) -> tuple[Inputs, AttentionProblem]:
-    """Inputs and problem from arguments in the order of the schema."""
-    inputs = Inputs(*args[:NUM_TENSORS])
-    return inputs, describe(inputs, **dict(zip(OPTION_NAMES, args[NUM_TENSORS:], strict=True)))
 
 
 def longest(cu_seqlens: Tensor) -> int:
     """The longest sequence of a packed batch; waits for the GPU, which callers avoid by passing max_seqlen."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
-
-
-def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory: what follows needs no copy."""
-    q, dim_v = inputs.q, problem.head_dim_v
-    if problem.features.varlen:
-        # Rows that no sequence covers are nobody's to write: they hold the result of a row that sees nothing.
-        total = q.shape[0]
-        out = q.new_zeros(total, problem.heads_q, dim_v)
-        return out, q.new_full((problem.heads_q, total), float("-inf"), dtype=torch.float32)
-    batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
-    lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
-    if q.stride(1) < q.stride(2):
-        return q.new_empty(batch, len_q, heads, dim_v).transpose(1, 2), lse
-    return q.new_empty(batch, heads, len_q, dim_v), lse
 
 
 @torch.library.custom_op(
@@ -60,10 +38,18 @@ def attention(*args: Any) -> tuple[Tensor, Tensor]:
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
         if given[cu] is not None and given[at] is None:
             given[at] = longest(given[cu])
-    inputs, problem = problem_of(tuple(given))
-    out, lse = allocate(problem, inputs)
-    dispatch.forward(problem, inputs, out, lse, backend)
-    return out, lse
+    return calls.attention((*given, backend))
+
+
+def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) of arguments that the door let through, as one op to autograd, compilers and tracers."""
+    given = list(args)
+    for name in ("scale", "softcap"):  # the schema's floats
+        at = NUM_TENSORS + OPTION_NAMES.index(name)
+        given[at] = None if given[at] is None else float(given[at])
+    done = attention(*given)
+    calls.trust(args)
+    return done
 
 
 @attention.register_fake

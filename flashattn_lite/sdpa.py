@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, ops
+from flashattn_lite import arguments, calls, ops
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.problem import Inputs
 
@@ -53,6 +54,9 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
         True
     """
+    done = _recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if done is not None:
+        return done
     for name, x in zip(NAMES, (query, key, value), strict=True):
         arguments.check_float_tensor(name, x)
         if x.dim() < 2:
@@ -69,6 +73,28 @@ def scaled_dot_product_attention(
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     out = _attend(q, k, v, mask, is_causal, scale)
     return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
+
+
+def _arguments(inputs: Inputs, is_causal: bool, scale: float) -> calls.Arguments:
+    return (*inputs, is_causal, 0 if is_causal else None, None, None, scale, None, None, None, "auto")
+
+
+def _recall(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> Tensor | None:
+    """The result, if the door knows a call of this kind that needs no broadcasting; nothing has been checked yet."""
+    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    if not query.dim() == key.dim() == value.dim() == 4 or query.shape[-1] == 0:
+        return None
+    plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0.0 and type(is_causal) is bool
+    if not plain or type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
+        return None
+    if (query.shape[1] != key.shape[1] and not enable_gqa) or torch.is_autocast_enabled(query.device.type):
+        return None
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    done = calls.recall(_arguments(Inputs(query, key, value), is_causal, scale))
+    return None if done is None else done[0]
 
 
 def _check_options(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
@@ -169,8 +195,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
         ]
         return torch.stack(pieces)
     inputs = Inputs(flat[0], flat[1], flat[2], flat_mask)  # type: ignore[arg-type]
-    q_start = 0 if is_causal else None
-    out, _ = ops.attention(*inputs, is_causal, q_start, None, None, scale, None, None, None, "auto")
+    out, _ = ops.call(_arguments(inputs, is_causal, scale))
     return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
 
 

@@ -118,7 +118,7 @@ def test_refused_with_these_words(name):
 def test_nothing_is_launched_for_bad_input(monkeypatch):
     """The door comes before the op: a refused call never reaches a backend."""
     reached = []
-    monkeypatch.setattr("flashattn_lite.dispatch.forward", lambda *args: reached.append(args))
+    monkeypatch.setattr("flashattn_lite.dispatch.prepare", lambda *args: reached.append(args))
     for run, error, _ in REFUSED.values():
         with pytest.raises(error):
             run()

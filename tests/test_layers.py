@@ -24,6 +24,8 @@ FLOORS = {
     "kernels": 1,
     "kernels.tuning": 1,
     "kernels.interpreter": 1,
+    "kernels.operands": 1,
+    "kernels.start": 1,
     "kernels.device": 1,
     "reference": 2,
     "tiled": 2,
@@ -31,9 +33,13 @@ FLOORS = {
     "kernels.softmax": 2,
     "kernels.attention": 2,
     "kernels.attention_launch": 2,
+    "kernels.hopper_tasks": 2,
+    "kernels.hopper_producer": 2,
     "kernels.attention_hopper": 2,
+    "kernels.attention_hopper_launch": 2,
     "kernels.decode": 2,
     "dispatch": 3,
+    "calls": 4,
     "ops": 4,
     "softmax": 4,
     "api": 5,
@@ -45,7 +51,7 @@ FLOORS = {
 }
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after.
+# named after, the op runs calls; the Hopper kernel is cut along its roles.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -53,6 +59,13 @@ NEIGHBOURS = {
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
     ("kernels.attention_launch", "kernels.attention"),
+    ("kernels.attention_hopper_launch", "kernels.attention_hopper"),
+    ("kernels.attention_hopper_launch", "kernels.hopper_tasks"),
+    ("kernels.attention_hopper", "kernels.hopper_tasks"),
+    ("kernels.attention_hopper", "kernels.hopper_producer"),
+    ("kernels.hopper_producer", "kernels.hopper_tasks"),
+    ("kernels.operands", "state"),
+    ("ops", "calls"),
 }
 # Packages on one floor as a whole, whose files share their parts.
 SHARING = ("kernels.device", "integrations", "testing", "distributed")

@@ -17,17 +17,18 @@ infinities to the rows that see them (a NaN counts as both). Only marked rows ar
 Barriers (mbarrier; each side counts its own phase)
   slot_full[2]   producer -> consumers: a message is there          slot_empty[2]  each consumer: it was read
   q_full[w]      TMA -> consumer w: its rows of Q                    q_empty[w]     consumer w: they may be overwritten
-  k_full, v_full[STAGES]  TMA -> consumers: a tile of K, of V       k_empty, v_empty[STAGES]  each consumer: done with it
+  k_full, v_full[STAGES]  TMA -> consumers: a tile of K, of V
+  kv_empty[STAGES]  each consumer -> producer: done with K of a step and V of the step before
   settled        consumers -> producer: everything sent so far is finished and its verdict written
 Shared memory (bytes, 16-bit dtypes): Q and O BLOCK_M * D * 2 each (one buffer for both with O_OVER_Q), K and V
 STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; 195 KiB at head dim 128, of 227.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (heads come in sections that fit there).
-Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), for the roles and the overlap; docs/theory.md for the reference.
+Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), for the roles and the overlap; docs/theory.md for m_i.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,260 +40,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, shift, weights
+from flashattn_lite.kernels.hopper_producer import producer
+from flashattn_lite.kernels.hopper_tasks import (
+    CLEAN,
+    END,
+    EXACT,
+    FAST,
+    LISTED,
+    MINUS,
+    PLUS,
+    REDO,
+    REPORT,
+    ROWS,
+    Sizes,
+    entry_of,
+    heads_of,
+    key_start,
+    lse_pointers,
+    receive,
+    rows_of,
+)
 
 # What changed its name between Triton 3.6 and 3.9.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-FAST, REDO, PLUS, MINUS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # what to do with a tile
-REPORT, END = gl.constexpr(-1), gl.constexpr(-2)  # messages that are no tile
-CLEAN, EXACT = gl.constexpr(0x7FC00001), gl.constexpr(0x7FC00002)  # marks in lse: NaN that no arithmetic makes
 EXACT_M = gl.constexpr(2.0**24)  # up to here float32 holds a reference to within 1, see attention.py
-LISTED = gl.constexpr(512)  # tiles between two looks at the marks
-ROWS = gl.constexpr(64)  # rows of a consumer: wgmma's M
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Compile-time shape: what a problem fixes, and what tuning chose for it."""
+class Rows(NamedTuple):
+    """The rows of a consumer, [64] each, in the layout of S's rows; first and last are positions."""
 
-    WARPGROUPS: int  # consumers
-    BLOCK_N: int  # keys
-    STAGES: int  # of the K ring and of the V ring
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int  # HEAD_DIM as a power of two from 64 up; TMA fills the rest with zeros
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PACK: int  # of them in one row tile, as a power of two; 1: one
-    O_OVER_Q: bool  # O leaves through Q's buffer
-    LIMIT: float  # of l_i, so that no p has left its dtype's range
-
-
-# ---------------------------------------------------------------------------------------------------- where a tile lies
-@gluon.jit
-def place(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """(batch, head, row tile) of a tile number: heads in sections that share L2, long causal rows first."""
-    num_m, heads, num_heads, section = sizes[0], sizes[1], sizes[2], sizes[3]
-    before = tile // (section * num_m)
-    rest = tile - before * section * num_m
-    width = gl.minimum(section, num_heads - before * section)
-    block_m = rest // width
-    head = before * section + rest - block_m * width
-    if F.right:
-        block_m = num_m - 1 - block_m
-    b = head // heads
-    return b, head - b * heads, block_m
-
-
-@gluon.jit
-def extent(b, block_m, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """((batch entry, first row of Q, of K), (len_q, len_k, diag_lo, diag_hi), first position, visit) of a row tile."""
-    len_q, len_k, diag_lo, diag_hi = sizes[4], sizes[5], sizes[6], sizes[7]
-    entry, start_q, start_k = b, b * 0, b * 0
-    if F.varlen:
-        entry = b * 0  # the sequences lie behind one another in one batch entry
-        start_q, len_q = clamp_sequence(gl.load(args.cu_seqlens_q_ptr + b), gl.load(args.cu_seqlens_q_ptr + b + 1), len_q)
-        start_k, len_k = clamp_sequence(gl.load(args.cu_seqlens_k_ptr + b), gl.load(args.cu_seqlens_k_ptr + b + 1), len_k)
-    if F.kv_lens:
-        len_k = gl.minimum(gl.maximum(gl.load(args.kv_lens_ptr + b), 0), len_k)
-    if F.end_aligned:
-        diag_lo += len_k - len_q
-        diag_hi += len_k - len_q
-    POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
-    first = block_m * POSITIONS
-    last = gl.minimum(first + POSITIONS, len_q)
-    visit = visited_tiles(first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
-    visit = (gl.maximum(visit[0], 1), gl.maximum(visit[1], 1), visit[2], visit[3], visit[4], visit[5])
-    return (entry, start_q, start_k), (len_q, len_k, diag_lo, diag_hi), first, visit
-
-
-@gluon.jit
-def key_start(i, visit, T: gl.constexpr):
-    """First key of the i-th tile: the edges from the right end on, then the whole tiles."""
-    edges = visit[1]
-    at = gl.where(i < edges, edges - 1 - i, i)
-    return tile_start(at, edges, visit[2], visit[3], visit[4], visit[5], visit[0] - edges, T.BLOCK_N)
-
-
-# ------------------------------------------------------------------------------------------------------------- producer
-@gluon.jit
-def copy(desc, index, full, buffer):
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, index, full, buffer)
-
-
-@gluon.jit
-def serve(tile, descs, rings, bars, it, n_tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """Copies Q and every visited K and V tile of a row tile; K runs one ahead of V. Returns the ring's position."""
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s, _ = rings
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    b, h, block_m = place(tile, sizes, args, F, T)
-    origin, _, first, visit = extent(b, block_m, sizes, args, F, T)
-    if T.PACK > 1:
-        kv_head, in_group = h, 0
-    else:
-        kv_head, in_group = h // T.GROUP, h % T.GROUP
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(w), (n_tile & 1) ^ 1)
-        row = origin[1] + first + w * (ROWS // T.PACK)
-        copy(q_desc, [origin[0], kv_head, row, in_group, 0], q_full.index(w), q_s.index(w))
-    for i in range(visit[0] + 1):
-        if i < visit[0]:
-            at = it + i
-            mbarrier.wait(k_empty.index(at % T.STAGES), ((at // T.STAGES) & 1) ^ 1)
-            row = origin[2] + key_start(i, visit, T)
-            copy(k_desc, [origin[0], kv_head, row, 0], k_full.index(at % T.STAGES), k_s.index(at % T.STAGES))
-        if i > 0:
-            at = it + i - 1
-            mbarrier.wait(v_empty.index(at % T.STAGES), ((at // T.STAGES) & 1) ^ 1)
-            row = origin[2] + key_start(i - 1, visit, T)
-            copy(v_desc, [origin[0], kv_head, row, 0], v_full.index(at % T.STAGES), v_s.index(at % T.STAGES))
-    return it + visit[0]
-
-
-@gluon.jit
-def send(message, n_message, talk):
-    """Tells every consumer."""
-    slot, slot_full, slot_empty, _, _ = talk
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at = n_message % 2
-    mbarrier.wait(slot_empty.index(at), ((n_message // 2) & 1) ^ 1)
-    slot.index(at).store(gl.full([1], message, gl.int32, ONE))
-    mbarrier.arrive(slot_full.index(at), count=1)
-    return n_message + 1
-
-
-@gluon.jit
-def report(n_message, n_report, talk, T: gl.constexpr):
-    """Waits until the consumers have finished all that was sent; 1 if any of them says so."""
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    settled, verdicts = talk[3], talk[4]
-    n_message = send(REPORT, n_message, talk)
-    mbarrier.wait(settled, n_report & 1)
-    verdict = 0
-    for w in gl.static_range(CONSUMERS):
-        verdict |= gl.max(verdicts.index(w).load(ONE), 0)
-    return verdict, n_message, n_report + 1
-
-
-@gluon.jit
-def marked(tile, lse, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """1 if a row of the tile asks to be done again."""
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    b, h, block_m = place(tile, sizes, args, F, T)
-    origin, lengths, first, _ = extent(b, block_m, sizes, args, F, T)
-    found = 0
-    for w in gl.static_range(CONSUMERS):
-        offs_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        pos, head, exists = rows_of(offs_r, first + w * (ROWS // T.PACK), h, lengths[0], T)
-        mark = gl.load(lse_pointers(lse, origin, head, pos), mask=exists, other=0.0)
-        mark = mark.to(gl.int32, bitcast=True)
-        found |= gl.max(((mark == CLEAN) | (mark == EXACT)).to(gl.int32), 0)
-    return found
-
-
-@gluon.jit
-def draw(counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """The next tile of this block, past the end when there is none; tiles past the end of a sequence are passed over."""
-    num_tiles = sizes[8]
-    tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-    if F.varlen:
-        tile = skip_empty(tile, counter_ptr, sizes, args, F, T)
-    return tile
-
-
-@gluon.jit
-def skip_empty(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    num_tiles = sizes[8]
-    again = tile < num_tiles
-    while again:
-        b, _, block_m = place(tile, sizes, args, F, T)
-        _, lengths, first, _ = extent(b, block_m, sizes, args, F, T)
-        again = first >= lengths[0]
-        if again:
-            tile = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-            again = tile < num_tiles
-    return tile
-
-
-@gluon.jit
-def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tiles = sizes[8]
-    it, n_tile, n_message, n_report = 0, 0, 0, 0
-    tile = gl.program_id(0)
-    if F.varlen:
-        tile = skip_empty(tile, counter_ptr, sizes, args, F, T)
-    while tile < num_tiles:
-        count = 0
-        while (tile < num_tiles) & (count < LISTED):
-            n_message = send(tile * 4 + FAST, n_message, talk)
-            listed.index(count).store(gl.full([1], tile, gl.int32, ONE))
-            it = serve(tile, descs, rings, bars, it, n_tile, sizes, args, F, T)
-            tile = draw(counter_ptr, sizes, args, F, T)
-            n_tile += 1
-            count += 1
-        failed, n_message, n_report = report(n_message, n_report, talk, T)
-        if failed == 0:
-            count = 0
-        for i in range(count):
-            again = gl.max(listed.index(i).load(ONE), 0)
-            mode = marked(again, lse, sizes, args, F, T)
-            dirty = 0
-            while mode != FAST:
-                n_message = send(again * 4 + mode, n_message, talk)
-                it = serve(again, descs, rings, bars, it, n_tile, sizes, args, F, T)
-                n_tile += 1
-                verdict, n_message, n_report = report(n_message, n_report, talk, T)
-                if mode == REDO:
-                    dirty |= verdict
-                    mode = marked(again, lse, sizes, args, F, T)
-                    if mode == FAST:
-                        mode = dirty * PLUS
-                elif mode == PLUS:
-                    mode = MINUS
-                else:
-                    mode = FAST
-    n_message = send(END, n_message, talk)
+    pos: Any
+    head: Any
+    exists: Any
+    exact: Any
+    first: Any
+    last: Any
 
 
 # ------------------------------------------------------------------------------------------------------------- consumer
-@gluon.jit
-def rows_of(offs_r, first, h, len_q, T: gl.constexpr):
-    """(position, query head, exists) of rows offs_r of a consumer whose first position is `first`."""
-    if T.PACK > 1:
-        pos = first + offs_r // T.PACK
-        in_group = offs_r % T.PACK
-        return pos, h * T.GROUP + in_group, (pos < len_q) & (in_group < T.GROUP)
-    else:
-        pos = first + offs_r
-        return pos, h + offs_r * 0, pos < len_q
-
-
-@gluon.jit
-def lse_pointers(lse, origin, head, pos):
-    lse_ptr, lse_strides = lse
-    return lse_ptr + origin[0].to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + (origin[1] + pos)
-
-
-@gluon.jit
-def receive(n_message, talk):
-    slot, slot_full, slot_empty, _, _ = talk
-    FOUR: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    at = n_message % 2
-    mbarrier.wait(slot_full.index(at), (n_message // 2) & 1)
-    message = gl.max(slot.index(at).load(FOUR), 0)
-    mbarrier.arrive(slot_empty.index(at), count=1)
-    return message
-
-
 @gluon.jit
 def row_sum(p, l_i, T: gl.constexpr):
     """[64, 4] from p [64, N]: the four lanes that share a row meet only at the end of the tile."""
@@ -337,9 +125,40 @@ def fast(s, m_i, l_i, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def careful(s, m_i, l_i, i, mode, rows, visit, args, F: gl.constexpr, T: gl.constexpr):
+def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
+    """Whether all rows of a consumer see all keys of a tile."""
+    whole = start_n + T.BLOCK_N <= task.len_k
+    if F.left:
+        whole = whole & (rows.last + task.diag_lo <= start_n)
+    if F.right:
+        whole = whole & (start_n + T.BLOCK_N <= rows.first + task.diag_hi + 1)
+    if F.mask != "":
+        whole = whole & (task.len_k < 0)  # never: the mask may hide any
+    return whole
+
+
+@gluon.jit
+def hide(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """Scores with -inf where a row may not look, and with a float mask added."""
+    offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    seen = visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F)  # [M, N]
+    if F.mask != "":
+        ptrs = args.mask_ptr + task.b.to(gl.int64) * args.mask_strides[0]
+        ptrs += rows.head.to(gl.int64)[:, None] * args.mask_strides[1]
+        ptrs += rows.pos.to(gl.int64)[:, None] * args.mask_strides[2]
+        ptrs += offs_n.to(gl.int64)[None, :] * args.mask_strides[3]
+        mask = gl.load(ptrs, mask=rows.exists[:, None] & (offs_n < task.len_k)[None, :], other=0)  # [M, N]
+        if F.mask == "bool":
+            seen = seen & (mask != 0)
+        else:
+            s = add_mask(s, mask)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def careful(s, m_i, l_i, i, mode, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """The i-th tile, masked, at the running maximum where that may move: (m_i, l_i, alpha, p)."""
-    b, pos, head, exists, exact, len_k, diag_lo, diag_hi = rows
+    exact = rows.exact
     scale = args.scale_log2
     if F.scale_first:
         s = to_log2(s, args.scale_log2, args.softcap, F)
@@ -350,19 +169,11 @@ def careful(s, m_i, l_i, i, mode, rows, visit, args, F: gl.constexpr, T: gl.cons
         row_scale = gl.where(exact != 0, 1.0, row_scale)
     elif mode != FAST:
         s = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, s.type.layout)
-    offs_n = key_start(i, visit, T) + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
-    seen = visible(pos, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
-    if F.mask != "":
-        ptrs = args.mask_ptr + b.to(gl.int64) * args.mask_strides[0] + head.to(gl.int64)[:, None] * args.mask_strides[1]
-        ptrs += pos.to(gl.int64)[:, None] * args.mask_strides[2] + offs_n.to(gl.int64)[None, :] * args.mask_strides[3]
-        mask = gl.load(ptrs, mask=exists[:, None] & (offs_n < len_k)[None, :], other=0)  # [M, N]
-        if F.mask == "bool":
-            seen = seen & (mask != 0)
-        else:
-            s = add_mask(s, mask)
-    s = gl.where(seen, s, float("-inf"))
+    start_n = key_start(i, task, T)
+    if not sees_whole(start_n, rows, task, F, T):
+        s = hide(s, start_n, rows, task, args, F, T)
     m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
-    m_new = gl.where((i >= visit[1]) & (exact == 0), m_i, m_new)
+    m_new = gl.where((i >= task.edges) & (exact == 0), m_i, m_new)
     m_ref, alpha = shift(m_i, m_new)
     p = weights(s, row_scale[:, None], m_ref)  # [M, N]
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
@@ -370,21 +181,34 @@ def careful(s, m_i, l_i, i, mode, rows, visit, args, F: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def attend(state, p, q, rings, bars, it, first, last, mode, rows, visit, args, CAREFUL: gl.constexpr,
+def settled_first(l_i):
+    """l_i, known before anything that follows starts: keeps ptxas from waiting for P V ahead of the softmax.
+
+    By a store under a condition that never holds (l_i is a sum of powers, or NaN); it costs six instructions.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .b32 zero; mov.b32 zero, 0; setp.lt.f32 never, $1, 0f00000000; "
+        "@never st.shared.f32 [zero], $1; mov.b32 $0, $1; }",
+        "=f,f", [l_i], dtype=gl.float32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def attend(state, p, q, rings, bars, it, first, last, mode, rows, task, args, CAREFUL: gl.constexpr,
            WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
     o, m_i, l_i, dirty, n_clean = state
     _, k_s, v_s, _ = rings
-    _, _, k_full, k_empty, v_full, v_empty, cleaned = bars
-    P_LAYOUT: gl.constexpr = p.type.layout
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.BLOCK_N, 16])
+    _, _, k_full, v_full, kv_empty, cleaned = bars
+    DTYPE: gl.constexpr = k_s.dtype
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    S_LAYOUT: gl.constexpr = p.type.layout
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     for i in range(first, last):
         at = it % T.STAGES
         k_at = (it + 1) % T.STAGES
         phase = (it // T.STAGES) & 1
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
-        if CAREFUL:
+        if CAREFUL:  # noqa: SIM102, the one at compile time
             if mode != FAST:
                 mbarrier.wait(v_full.index(at), phase)
                 found, n_clean = clean(v, mode, n_clean, cleaned, WG, T)
@@ -392,17 +216,17 @@ def attend(state, p, q, rings, bars, it, first, last, mode, rows, visit, args, C
         mbarrier.wait(k_full.index(k_at), ((it + 1) // T.STAGES) & 1)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+        w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
         mbarrier.wait(v_full.index(at), phase)
-        o = warpgroup_mma(p, v, o, is_async=True)  # [M, Dv]
+        o = warpgroup_mma(w, v, o, is_async=True)  # [M, Dv]
         s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
         if CAREFUL:
-            m_i, l_i, alpha, w = careful(s, m_i, l_i, i, mode, rows, visit, args, F, T)
+            m_i, l_i, alpha, p = careful(s, m_i, l_i, i, mode, rows, task, args, F, T)
         else:
-            l_i, w = fast(s, m_i, l_i, args, F, T)
+            l_i, p = fast(s, m_i, l_i, args, F, T)
+            l_i = settled_first(l_i)
         o = warpgroup_mma_wait(0, [o])
-        mbarrier.arrive(v_empty.index(at), count=1)
-        mbarrier.arrive(k_empty.index(k_at), count=1)  # with V's: one meeting of the warps less
-        p = gl.convert_layout(w.to(p.dtype), P_LAYOUT, assert_trivial=True)
+        mbarrier.arrive(kv_empty.index(k_at), count=1)
         if CAREFUL:
             o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
         it += 1
@@ -412,82 +236,93 @@ def attend(state, p, q, rings, bars, it, first, last, mode, rows, visit, args, C
 @gluon.jit
 def pass_over(count, bars, it, T: gl.constexpr):
     """Gives back tiles that no row of this consumer sees; the other consumers use them."""
-    _, _, k_full, k_empty, v_full, v_empty, _ = bars
+    k_full, kv_empty = bars[2], bars[4]
     for _ in range(count):
-        phase = (it // T.STAGES) & 1
-        mbarrier.wait(k_full.index(it % T.STAGES), phase)
-        mbarrier.arrive(k_empty.index(it % T.STAGES), count=1)
-        mbarrier.wait(v_full.index(it % T.STAGES), phase)
-        mbarrier.arrive(v_empty.index(it % T.STAGES), count=1)
+        mbarrier.wait(k_full.index(it % T.STAGES), (it // T.STAGES) & 1)
+        mbarrier.arrive(kv_empty.index(it % T.STAGES), count=1)
         it += 1
     return it
 
 
 @gluon.jit
-def consumer(rings, bars, talk, dst, lse, sizes, args, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    q_s, k_s, v_s, o_s = rings
-    settled, verdicts = talk[3], talk[4]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleaned = bars
+def take_rows(task, mode, lse, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """(rows, their lse pointers, which to write, leading tiles past the last key that any of them sees)."""
+    POSITIONS: gl.constexpr = ROWS // T.PACK
+    pos, head, exists = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), task, WG, T)
+    lse_ptrs = lse_pointers(lse, task, head, pos, F)
+    exact = pos * 0
+    write = exists
+    if mode == REDO:
+        mark = gl.load(lse_ptrs, mask=exists, other=0.0).to(gl.int32, bitcast=True)
+        exact = (mark == EXACT).to(gl.int32)
+        write = exists & ((mark == EXACT) | (mark == CLEAN))
+    first = task.first + WG * POSITIONS
+    skip = task.first * 0
+    if F.right:
+        seen_to = gl.minimum(gl.maximum(gl.minimum(first + POSITIONS, task.len_q) + task.diag_hi, 0), task.len_k)
+        skip = gl.maximum(key_start(0, task, T) - seen_to + T.BLOCK_N, 0) // T.BLOCK_N
+        skip = gl.where(mode == FAST, gl.minimum(skip, task.count - 1), 0)
+    return Rows(pos, head, exists, exact, first, first + POSITIONS - 1), lse_ptrs, write, skip
+
+
+@gluon.jit
+def first_scores(q, rings, bars, it, S_LAYOUT: gl.constexpr, T: gl.constexpr):
+    """S of a row tile's first key tile, which has nothing to overlap with."""
+    at = it % T.STAGES
+    mbarrier.wait(bars[2].index(at), (it // T.STAGES) & 1)
+    k = rings[1].index(at).reshape([T.BLOCK_N, T.BLOCK_D])
+    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(bars[4].index(at), count=1)  # with the last V of the tile before
+    return s
+
+
+@gluon.jit
+def close(o, m_i, l_row, rows, mode, args, F: gl.constexpr, T: gl.constexpr):
+    """(lse, factor of o, overflow) of finished rows, with the sink: what can be known while the last P V runs."""
+    overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
+    weight = l_row * 0.0 + 1.0
+    if F.sinks:
+        sink = gl.load(args.sinks_ptr + rows.head, mask=rows.exists, other=0.0).to(gl.float32) * LOG2E
+        m_i, l_row, weight, _ = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+    inv_l, lse = finish(m_i, l_row)
+    return lse, gl.where(mode >= PLUS, 1.0, weight * inv_l), overflow  # counts need only be positive
+
+
+@gluon.jit
+def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    q_s, _, v_s, o_s = rings
+    q_full, q_empty, _, v_full, _, cleaned = bars
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     # What is left when each thread adds up its own part of a row of S.
     L_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
         block_bases=[], shape=[64, 4])  # fmt: skip
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    q_buffer = q_s.index(WG)
-    q = q_buffer.reshape([ROWS, T.BLOCK_D])
-    o_buffer = o_s.index(WG)
-    it, n_tile, n_message, n_clean, failed, dirty = 0, 0, 0, 0, 0, 0
-    message = receive(n_message, talk)
+    q = q_s.index(WG).reshape([ROWS, T.BLOCK_D])
+    it, n_tile, n_message, n_clean, dirty = 0, 0, 0, 0, 0
+    failed = gl.full([ROWS], 0, gl.int32, ROW)
+    message, task = receive(n_message, talk)
     while message != END:
-        tile, mode = message // 4, message % 4
-        b, h, block_m = place(tile, sizes, args, F, T)
-        origin, lengths, tile_first, visit = extent(b, block_m, sizes, args, F, T)
-        len_q, len_k, diag_lo, diag_hi = lengths
-        first = tile_first + WG * (ROWS // T.PACK)
-        pos, head, exists = rows_of(gl.arange(0, ROWS, layout=ROW), first, h, len_q, T)
-        lse_ptrs = lse_pointers(lse, origin, head, pos)
-        exact = gl.full([ROWS], 0, gl.int32, ROW)
-        write = exists
-        if mode == REDO:
-            mark = gl.load(lse_ptrs, mask=exists, other=0.0).to(gl.int32, bitcast=True)
-            exact = (mark == EXACT).to(gl.int32)
-            write = exists & ((mark == EXACT) | (mark == CLEAN))
-        rows = (b, pos, head, exists, exact, len_k, diag_lo, diag_hi)
-        skip = 0
-        if F.right:  # tiles past the last key that these rows see
-            seen_to = gl.minimum(gl.maximum(gl.minimum(first + ROWS // T.PACK, len_q) + diag_hi, 0), len_k)
-            skip = gl.maximum(key_start(0, visit, T) - seen_to + T.BLOCK_N, 0) // T.BLOCK_N
-            skip = gl.where(mode == FAST, gl.minimum(skip, visit[0] - 1), 0)
+        mode = message % 4
+        rows, lse_ptrs, write, skip = take_rows(task, mode, lse, S_LAYOUT, WG, F, T)
         it = pass_over(skip, bars, it, T)
-
-        # The first tile has nothing to overlap with.
         m_i = gl.full([ROWS], EMPTY_M, gl.float32, ROW)
         l_i = gl.full([ROWS, 4], EMPTY_L, gl.float32, L_LAYOUT)
         o = gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, O_LAYOUT)
         mbarrier.wait(q_full.index(WG), n_tile & 1)
-        at = it % T.STAGES
-        mbarrier.wait(k_full.index(at), (it // T.STAGES) & 1)
-        k = k_s.index(at).reshape([T.BLOCK_N, T.BLOCK_D])
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-        s = warpgroup_mma_wait(0, [s])
-        mbarrier.arrive(k_empty.index(at), count=1)
-        m_i, l_i, alpha, w = careful(s, m_i, l_i, skip, mode, rows, visit, args, F, T)
-        p = gl.convert_layout(w.to(DTYPE), P_LAYOUT, assert_trivial=True)
-
-        careful_to = gl.where(mode == FAST, visit[1], visit[0])
+        s = first_scores(q, rings, bars, it, S_LAYOUT, T)
+        m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, mode, rows, task, args, F, T)
         state = (o, m_i, l_i, dirty, n_clean)
-        state, p, it = attend(state, p, q, rings, bars, it, skip + 1, careful_to, mode, rows, visit, args, True, WG, F,
-                              T)  # fmt: skip
+        until = gl.where(mode == FAST, task.edges, task.count)
+        state, p, it = attend(state, p, q, rings, bars, it, skip + 1, until, mode, rows, task, args, True, WG, F, T)
         if F.mask == "":
-            state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(careful_to, skip + 1), visit[0], mode, rows,
-                                  visit, args, False, WG, F, T)  # fmt: skip
+            state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(until, skip + 1), task.count, mode, rows,
+                                  task, args, False, WG, F, T)  # fmt: skip
         o, m_i, l_i, dirty, n_clean = state
         if not T.O_OVER_Q:
             mbarrier.arrive(q_empty.index(WG), count=1)  # the next Q may land under what follows
@@ -498,44 +333,42 @@ def consumer(rings, bars, talk, dst, lse, sizes, args, WG: gl.constexpr, F: gl.c
         if mode != FAST:
             found, n_clean = clean(v, mode, n_clean, cleaned, WG, T)
             dirty |= found
-        o = warpgroup_mma(p, v, o, is_async=True)  # [M, Dv]
+        w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
+        o = warpgroup_mma(w, v, o, is_async=True)  # [M, Dv]
         l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-        overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
-        weight = gl.full([ROWS], 1.0, gl.float32, ROW)
-        if F.sinks:
-            sink = gl.load(args.sinks_ptr + head, mask=exists, other=0.0).to(gl.float32) * LOG2E
-            m_i, l_row, weight, sink_weight = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))
-        inv_l, lse_row = finish(m_i, l_row)
-        weight = gl.where(mode >= PLUS, 1.0, weight * inv_l)  # counts need only be positive
+        lse_row, weight, overflow = close(o, m_i, l_row, rows, mode, args, F, T)
         o = warpgroup_mma_wait(0, [o])
-        mbarrier.arrive(v_empty.index(at), count=1)
         it += 1
 
         bad = gl.convert_layout(gl.sum(o, 1), ROW, assert_trivial=True) * 0.0 != 0.0  # infinite or NaN
-        mark = gl.where(overflow, EXACT, gl.where(bad, CLEAN, 0))
-        mark = gl.where(exact != 0, 0, mark)
+        mark = gl.where(rows.exact != 0, 0, gl.where(overflow, EXACT, gl.where(bad, CLEAN, 0)))
         if mode <= REDO:
-            final = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
-            gl.store(lse_ptrs, final, mask=write)
+            gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=write)
             write = write & (mark == 0)
             if mode == FAST:
-                failed |= gl.max(((mark != 0) & exists).to(gl.int32), 0)
-        out = (o * gl.convert_layout(weight, ROW_O, assert_trivial=True)[:, None]).to(DTYPE)  # [M, Dv]
-        deliver(out, dst, o_buffer, origin, first, h, len_q, write, mode, F, T)
+                failed |= ((mark != 0) & rows.exists).to(gl.int32)
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+        deliver((o * weight[:, None]).to(DTYPE), dst, o_s.index(WG), task, write, mode, WG, F, T)
         if T.O_OVER_Q:
             mbarrier.arrive(q_empty.index(WG), count=1)
-
         n_tile += 1
-        n_message += 1
-        message = receive(n_message, talk)
-        while message == REPORT:
-            writes_done()
-            verdicts.index(WG).store(gl.full([1], 0, gl.int32, ONE) + (failed | dirty))
-            mbarrier.arrive(settled, count=1)
-            failed, dirty = 0, 0
-            n_message += 1
-            message = receive(n_message, talk)
+        message, task, n_message, failed, dirty = listen(n_message + 1, failed, dirty, talk, WG)
     writes_done()
+
+
+@gluon.jit
+def listen(n_message, failed, dirty, talk, WG: gl.constexpr):
+    """The next message with something to do; answers those that ask for a verdict on what was done so far."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    message, task = receive(n_message, talk)
+    while message == REPORT:
+        writes_done()
+        talk[4].index(WG).store(gl.full([1], 0, gl.int32, ONE) + (gl.max(failed, 0) | dirty))
+        mbarrier.arrive(talk[3], count=1)
+        failed, dirty = failed * 0, dirty * 0
+        n_message += 1
+        message, task = receive(n_message, talk)
+    return message, task, n_message, failed, dirty
 
 
 @gluon.jit
@@ -546,9 +379,10 @@ def writes_done():
 
 
 @gluon.jit
-def deliver(out, dst, o_buffer, origin, first, h, len_q, write, mode, F: gl.constexpr, T: gl.constexpr):
+def deliver(out, dst, o_buffer, task, write, mode, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """Writes a consumer's rows of O: all by TMA in a dense tensor, else those in `write`, or infinities where hit."""
     o_desc, out_ptr, o_strides = dst
+    entry = entry_of(task, F)
     flat = o_buffer.reshape([ROWS, T.BLOCK_DV])
     tma.store_wait(0)  # the rows before have left the buffer
     flat.store(out)
@@ -559,10 +393,10 @@ def deliver(out, dst, o_buffer, origin, first, h, len_q, write, mode, F: gl.cons
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
         ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
         x = flat.load(WIDE)  # [M, Dv]
-        pos, head, _ = rows_of(gl.arange(0, ROWS, layout=ROW), first, h, len_q, T)
+        pos, head, _ = rows_of(gl.arange(0, ROWS, layout=ROW), task, WG, T)
         offs_d = gl.arange(0, T.BLOCK_DV, layout=gl.SliceLayout(0, WIDE))
-        ptrs = out_ptr + origin[0].to(gl.int64) * o_strides[0] + head.to(gl.int64)[:, None] * o_strides[1]
-        ptrs += (origin[1] + pos).to(gl.int64)[:, None] * o_strides[2] + offs_d[None, :]
+        ptrs = out_ptr + entry.to(gl.int64) * o_strides[0] + head.to(gl.int64)[:, None] * o_strides[1]
+        ptrs += (task.start_q + pos).to(gl.int64)[:, None] * o_strides[2] + offs_d[None, :]
         wanted = gl.convert_layout(write.to(gl.int32), ROW) != 0
         wanted = wanted[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
         if mode >= PLUS:
@@ -573,19 +407,36 @@ def deliver(out, dst, o_buffer, origin, first, h, len_q, write, mode, F: gl.cons
         fence_async_shared()
     else:
         fence_async_shared()
-        if T.PACK > 1:
-            kv_head, in_group = h, 0
-        else:
-            kv_head, in_group = h // T.GROUP, h % T.GROUP
-        tma_store(o_desc, [origin[0], kv_head, origin[1] + first, in_group, 0], o_buffer)
+        kv_head, in_group = heads_of(task, T)
+        row = task.start_q + task.first + WG * (ROWS // T.PACK)
+        tma_store(o_desc, [entry, kv_head, row, in_group, 0], o_buffer)
         if T.O_OVER_Q:
             tma.store_wait(0)
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
-@gluon.jit(do_not_specialize=["counter_ptr", "lse_strides", "sizes"])
-def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, o_strides, lse_ptr, lse_strides, counter_ptr,
-                            sizes, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
+@gluon.jit(
+    do_not_specialize=[
+        "num_m",
+        "heads",
+        "all_heads",
+        "section",
+        "rows_q",
+        "rows_k",
+        "diag_lo",
+        "diag_hi",
+        "num_tiles",
+        "stride_ob",
+        "stride_oh",
+        "stride_om",
+        "stride_lb",
+        "stride_lh",
+        "counter_ptr",
+    ]
+)
+def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh,
+                            stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, rows_q, rows_k, diag_lo,
+                            diag_hi, num_tiles, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     STAGES: gl.constexpr = T.STAGES
@@ -598,15 +449,14 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, o_strides, 
         o_s = q_s
     else:
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_DV], o_desc.layout)
-    slot = gl.allocate_shared_memory(gl.int32, [2, 1], WORDS)
+    slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)
     verdicts = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORDS)
     listed = gl.allocate_shared_memory(gl.int32, [LISTED, 1], WORDS)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
     slot_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     slot_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     settled = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -617,8 +467,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, o_strides, 
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(2):
         mbarrier.init(slot_full.index(i), count=1)
         mbarrier.init(slot_empty.index(i), count=CONSUMERS)
@@ -626,22 +475,28 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, o_strides, 
     mbarrier.init(cleaned, count=CONSUMERS)
 
     rings = (q_s, k_s, v_s, o_s)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, cleaned)
+    bars = (q_full, q_empty, k_full, v_full, kv_empty, cleaned)
     talk = (slot, slot_full, slot_empty, settled, verdicts)
     descs = (q_desc, k_desc, v_desc)
-    lse = (lse_ptr, lse_strides)
-    dst = (o_desc, out_ptr, o_strides)
+    lse = (lse_ptr, (stride_lb, stride_lh))
+    dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
+    sizes = Sizes(num_m, heads, all_heads, section, rows_q, rows_k, diag_lo, diag_hi, num_tiles)
     # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize([
-            (consumer, (rings, bars, talk, dst, lse, sizes, args, 0, F, T)),
-            (consumer, (rings, bars, talk, dst, lse, sizes, args, 1, F, T)),
+            (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),
+            (producer, (descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F, T)),
+        ], [1], [24])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),
+            (consumer, (rings, bars, talk, dst, lse, args, 1, F, T)),
             (producer, (descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (rings, bars, talk, dst, lse, sizes, args, 0, F, T)),
-            (consumer, (rings, bars, talk, dst, lse, sizes, args, 1, F, T)),
-            (consumer, (rings, bars, talk, dst, lse, sizes, args, 2, F, T)),
+            (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),
+            (consumer, (rings, bars, talk, dst, lse, args, 1, F, T)),
+            (consumer, (rings, bars, talk, dst, lse, args, 2, F, T)),
             (producer, (descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F, T)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

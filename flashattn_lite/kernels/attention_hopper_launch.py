@@ -10,15 +10,22 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn_lite.kernels.attention_hopper import ROWS, HopperTile, attention_hopper_kernel
+from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
+from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
+from flashattn_lite.kernels.start import Address, Starter, counters, rebased
 from flashattn_lite.kernels.tuning import HopperConfig, hopper_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
-REGISTERS = {2: 168, 3: 128}  # a thread at launch, by consumers: what the multiprocessor's 64 Ki registers allow
+REGISTERS = {
+    (1, 2): 128,
+    (1, 3): 80,
+    (2, 1): 168,
+    (3, 1): 128,
+}  # a thread at launch, by consumers: what the multiprocessor's 64 Ki registers allow
 L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 
@@ -44,7 +51,6 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
-        HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
@@ -55,6 +61,49 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
     )
 
 
+class Call:
+    """A problem ready to run: `call(inputs, out, lse)` fills out and lse, for all tensors of the same metadata."""
+
+    def __init__(
+        self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, config: HopperConfig
+    ) -> None:
+        self.problem, self.tile = problem, tile_of(problem, config)
+        tile, packed = self.tile, problem.features.varlen
+        heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
+        num_m = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
+        num_tiles = num_m * problem.batch * heads
+        rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
+        self.numbers = (
+            *(*strides(out, packed)[:3], *lse_strides(lse, packed)),
+            *(num_m, heads, problem.batch * heads, section(problem, heads), rows_q, rows_k),
+            *(problem.diag_lo, problem.diag_hi, num_tiles),
+        )
+        rows = [ROWS.value // tile.PACK, tile.PACK]
+        self.descriptors = (
+            by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
+            by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
+            by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
+            by_group(out, tile.GROUP, [*rows, tile.BLOCK_DV], packed),
+        )
+        for descriptor in self.descriptors:
+            descriptor.base = None  # a call keeps no tensor alive
+        # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
+        options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
+        blocks = min(target.multiprocessors * config.blocks, num_tiles)
+        self.start = Starter(attention_hopper_kernel, blocks, options, problem.device)
+
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
+        bases = (inputs.q, inputs.k, inputs.v, out)
+        return (
+            *(rebased(descriptor, x) for descriptor, x in zip(self.descriptors, bases, strict=True)),
+            *(out, lse, counter, *self.numbers),
+            *(score_args(self.problem, inputs), self.problem.features, self.tile),
+        )
+
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
+
+
 def plan(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -62,35 +111,29 @@ def plan(
     lse: Tensor,
     target: Target,
     config: HopperConfig | None = None,
-    counter: Tensor | None = None,
-) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """(kernel, grid, args, kwargs) of one launch. out and lse are written, every element of them.
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
+    call = prepare(problem, inputs, out, lse, target, config)
+    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse, counter), call.start.options
 
-    `counter`: two int32 zeros that no other launch uses.
-    """
-    config = config or hopper_tile(problem)
-    tile = tile_of(problem, config)
-    packed = problem.features.varlen
-    heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
-    positions = ROWS.value * tile.WARPGROUPS // tile.PACK
-    num_m = triton.cdiv(problem.len_q, positions)
-    num_tiles = num_m * problem.batch * heads
-    head_bytes = problem.len_k * (tile.HEAD_DIM + tile.HEAD_DIM_V) * 2 * heads // problem.heads_kv
-    section = max(1, min(problem.batch * heads, L2_BYTES * (heads // problem.heads_kv) ** 2 // max(1, head_bytes)))
-    rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
-    numbers = (num_m, heads, problem.batch * heads, section, rows_q, rows_k, problem.diag_lo, problem.diag_hi, num_tiles)
-    rows = [ROWS.value // tile.PACK, tile.PACK]
-    args = (
-        by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
-        by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
-        by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
-        by_group(out, tile.GROUP, [*rows, tile.BLOCK_DV], packed),
-        *(out, strides(out, packed)[:3], lse, lse_strides(lse, packed)),
-        *(counter, numbers, score_args(problem, inputs), problem.features, tile),
-    )
-    # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
-    kwargs = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS], "enable_fp_fusion": False}
-    return attention_hopper_kernel, (min(target.multiprocessors, num_tiles),), args, kwargs
+
+def prepare(
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    target: Target,
+    config: HopperConfig | None = None,
+) -> Call:
+    return Call(problem, inputs, out, lse, target, config or hopper_tile(problem))
+
+
+def section(problem: AttentionProblem, heads: int) -> int:
+    """How many of the kernel's heads are worked on at a time, so that their K and V fit in L2 together."""
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    kv_heads = L2_BYTES // (problem.len_k * row_bytes)
+    return max(1, min(problem.batch * heads, kv_heads * (heads // problem.heads_kv)))
 
 
 def by_head(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
@@ -109,11 +152,3 @@ def by_group(x: Tensor, group: int, block: list[int], packed: bool) -> TensorDes
 def _descriptor(x: Tensor, shape: list[int], steps: tuple[int, ...], block: list[int]) -> TensorDescriptor:
     layout = NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     return TensorDescriptor(x, shape, tma_strides(shape, steps, x.element_size()), block, layout)
-
-
-def launch(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
-    """Fills out and lse. Device: that of the inputs."""
-    with torch.cuda.device(problem.device):
-        counter = torch.zeros(2, dtype=torch.int32, device=problem.device)
-        kernel, grid, args, kwargs = plan(problem, inputs, out, lse, target, counter=counter)
-        kernel[grid](*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     vectorised,
 )
+from flashattn_lite.kernels.start import Starter, rebased
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -57,6 +59,44 @@ def why_not(problem: AttentionProblem, target: Target) -> list[str]:
     return reasons
 
 
+class Call:
+    """A problem ready to run: `call(inputs, out, lse)` fills out and lse, for all tensors of the same metadata."""
+
+    def __init__(
+        self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, config: TileConfig
+    ) -> None:
+        self.problem = problem
+        q, k, v = inputs.q, inputs.k, inputs.v
+        packed = problem.features.varlen
+        self.tma = has_tma(target) and takes_tma(k) and takes_tma(v)
+        self.tile = tile = tile_of(problem, target, config, self.tma)
+        num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
+        # Packed, [rows, H, D] is read as one batch of [H, rows, D].
+        rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (problem.len_q, problem.len_k)
+        if self.tma:
+            self.k = descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed)
+            self.v = descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed)
+            self.k.base = self.v.base = None
+        self.numbers = (
+            *(strides(x, packed) for x in (q, k, v, out)),
+            *lse_strides(lse, packed),
+            *(num_m, rows_q, rows_k, problem.diag_lo, problem.diag_hi, problem.heads_q),
+        )
+        # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+        blocks = num_m * problem.batch * problem.heads_q
+        self.start = Starter(attention_kernel, blocks, options, problem.device)
+
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        k, v = (rebased(self.k, inputs.k), rebased(self.v, inputs.v)) if self.tma else (inputs.k, inputs.v)
+        scores = score_args(self.problem, inputs)
+        return inputs.q, k, v, out, lse, *self.numbers, scores, self.problem.features, self.tile
+
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        if self.start.grid[0]:
+            self.start(self.arguments(inputs, out, lse))
+
+
 def plan(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -64,30 +104,19 @@ def plan(
     lse: Tensor,
     target: Target,
     config: TileConfig | None = None,
-) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """(kernel, grid, args, kwargs) of one launch. out and lse are written, every element of them."""
-    config = config or config_of(problem, inputs, target)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    rows_q, rows_k = problem.len_q, problem.len_k
-    packed = problem.features.varlen
-    tma = has_tma(target) and takes_tma(k) and takes_tma(v)
-    tile = tile_of(problem, target, config, tma)
-    num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
-    if packed:  # [rows, H, D] read as one batch of [H, rows, D]
-        rows_q, rows_k = q.shape[0], k.shape[0]
-    args = (
-        q,
-        descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed) if tma else k,
-        descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed) if tma else v,
-        *(out, lse),
-        *(strides(x, packed) for x in (q, k, v, out)),
-        *lse_strides(lse, packed),
-        *(num_m, rows_q, rows_k, problem.diag_lo, problem.diag_hi, problem.heads_q),
-        *(score_args(problem, inputs), problem.features, tile),
-    )
-    # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
-    kwargs = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    return attention_kernel, (num_m * problem.batch * problem.heads_q,), args, kwargs
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
+    call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
+    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse), call.start.options
+
+
+def prepare(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target
+) -> Callable[[Inputs, Tensor, Tensor], None]:
+    """What fills out and lse for inputs of this metadata. On a GPU in few microseconds from its second run on."""
+    if target.interpreting:
+        return lambda inputs, out, lse: interpret(problem, inputs, out, lse, target)
+    return Call(problem, inputs, out, lse, target, config_of(problem, inputs, target))
 
 
 def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> TileConfig:
@@ -113,21 +142,16 @@ def descriptor(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
     return TensorDescriptor(x, shape, steps, [1, 1, *block])
 
 
-def launch(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
-    """Fills out and lse. Device: that of the inputs."""
-    if target.interpreting and problem.dtype == torch.bfloat16:
+def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
+    """Fills out and lse through Triton's interpreter."""
+    if problem.dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
         wide = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
         out_wide = torch.empty_like(out, dtype=torch.float32)
-        launch(replace(problem, dtype=torch.float32), wide, out_wide, lse, target)
+        interpret(replace(problem, dtype=torch.float32), wide, out_wide, lse, target)
         out.copy_(out_wide)
         return
     kernel, grid, args, kwargs = plan(problem, inputs, out, lse, target)
-    if grid[0] == 0:
-        return
-    if target.interpreting:
+    if grid[0]:
         with numpy_errors_off():
             kernel[grid](*args, **kwargs)
-        return
-    with torch.cuda.device(problem.device):
-        kernel[grid](*args, **kwargs)

@@ -22,12 +22,13 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One row of the Hopper kernel's table: consumer warpgroups of 64 rows, keys a tile, stages, heads in a row tile."""
+    """One row of the Hopper kernel's table: warpgroups of 64 rows, keys a tile, stages, heads in a row tile."""
 
     warpgroups: int
     block_n: int
     stages: int
     pack: int = 1
+    blocks: int = 1
 
 
 def padded(head_dim: int) -> int:

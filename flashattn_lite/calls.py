@@ -1,0 +1,122 @@
+"""Running checked calls by their metadata: what one call worked out, the next of the same shapes finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import dispatch
+from flashattn_lite.problem import AttentionProblem, Inputs, describe
+
+NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
+OPTION_NAMES = ("causal", "q_start", "window_left", "window_right", "scale", "softcap", "max_seqlen_q", "max_seqlen_k")
+MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
+PLAIN = (type(None), bool, int, float, str)
+
+Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
+
+
+@dataclass(eq=False)
+class Ready:
+    """A call that was prepared. `trusted`: the door has let its metadata through."""
+
+    problem: AttentionProblem
+    run: Callable[[Inputs, Tensor, Tensor], None]
+    trusted: bool = False
+
+
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
+def problem_of(args: Arguments) -> tuple[Inputs, AttentionProblem]:
+    inputs = Inputs(*args[:NUM_TENSORS])
+    return inputs, describe(inputs, **dict(zip(OPTION_NAMES, args[NUM_TENSORS:], strict=False)))
+
+
+def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory: what follows needs no copy."""
+    q, dim_v = inputs.q, problem.head_dim_v
+    if problem.features.varlen:
+        # Rows that no sequence covers are nobody's to write: they hold the result of a row that sees nothing.
+        total = q.shape[0]
+        out = q.new_zeros(total, problem.heads_q, dim_v)
+        return out, q.new_full((problem.heads_q, total), float("-inf"), dtype=torch.float32)
+    batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
+    lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(batch, len_q, heads, dim_v).transpose(1, 2), lse
+    return q.new_empty(batch, heads, len_q, dim_v), lse
+
+
+def attention(args: Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked call with real tensors."""
+    return _run(_prepared(_key(args), args), Inputs(*args[:NUM_TENSORS]))
+
+
+def trust(args: Arguments) -> None:
+    """Remembers that the door let these arguments through, for `recall`. After a call with them."""
+    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
+    if not torch.compiler.is_compiling() and _plain(args) and not _watched() and not (packed and longest is None):
+        _prepared(_key(args), args).trusted = True
+
+
+def recall(args: Arguments) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) if the door knows the metadata and nothing watches or traces; None: take the way through it."""
+    if torch.compiler.is_compiling() or not _plain(args) or _watched():
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:NUM_TENSORS]):
+        return None
+    call = _ready.get(_key(args))
+    return _run(call, Inputs(*args[:NUM_TENSORS])) if call is not None and call.trusted else None
+
+
+def _run(call: Ready, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    out, lse = allocate(call.problem, inputs)
+    call.run(inputs, out, lse)
+    return out, lse
+
+
+def _prepared(key: tuple[Any, ...], args: Arguments) -> Ready:
+    call = _ready.get(key)
+    if call is None:
+        inputs, problem = problem_of(args[:-1])
+        if len(_ready) >= MOST:
+            _ready.clear()
+        call = _ready[key] = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
+    return call
+
+
+def _key(args: Arguments) -> tuple[Any, ...]:
+    """All that a launch depends on but the addresses; of those, whether they are whole 16 bytes."""
+    q, k, v = args[:3]
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, args[NUM_TENSORS:], *map(type, args[NUM_TENSORS:]),
+    )  # fmt: skip
+    for x in args[3:NUM_TENSORS]:
+        key += (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16),)
+    # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
+    return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
+
+
+def _plain(args: Arguments) -> bool:
+    """Ordinary dense tensors and numbers, of exactly these types."""
+    tensors, options = args[:NUM_TENSORS], args[NUM_TENSORS:]
+    dense = all(
+        x is None or (type(x) is Tensor and x.layout is torch.strided and not x.is_nested and not x.is_meta)
+        for x in tensors
+    )
+    return dense and all(type(x) in PLAIN for x in options)
+
+
+def _watched() -> bool:
+    """A dispatch mode, a function transform or a tracer is active, and must see the op."""
+    try:
+        modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+        return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+    except AttributeError:  # a torch that names these otherwise: let everything see the op
+        return True

@@ -1,0 +1,194 @@
+"""What the producer tells the consumers of the Hopper kernel: which rows a tile holds, and which keys it visits.
+
+A task is worked out once, by the producer, and travels as 16 words of shared memory: the divisions in it would cost
+each consumer some 600 cycles a tile, as much as two key tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
+
+FAST, REDO, PLUS, MINUS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # what to do with a tile
+REPORT, END = gl.constexpr(-1), gl.constexpr(-2)  # messages that are no tile
+CLEAN, EXACT = gl.constexpr(0x7FC00001), gl.constexpr(0x7FC00002)  # marks in lse: NaN that no arithmetic makes
+LISTED = gl.constexpr(512)  # tiles between two looks at the marks
+ROWS = gl.constexpr(64)  # rows of a consumer: wgmma's M
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Compile-time shape: what a problem fixes, and what tuning chose for it."""
+
+    WARPGROUPS: int  # consumers
+    BLOCK_N: int  # keys
+    STAGES: int  # of the K ring and of the V ring
+    HEAD_DIM_V: int
+    BLOCK_D: int  # head dim as a power of two from 64 up; TMA fills the rest with zeros
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    PACK: int  # of them in one row tile, as a power of two; 1: one
+    O_OVER_Q: bool  # O leaves through Q's buffer
+    LIMIT: float  # of l_i, so that no p has left its dtype's range
+
+
+class Sizes(NamedTuple):
+    """What a launch is made of; heads are query heads, or key/value heads where they are packed."""
+
+    num_m: Any  # row tiles of a head
+    heads: Any  # of a batch entry
+    all_heads: Any  # of the batch
+    section: Any  # heads that are worked on together
+    rows_q: Any
+    rows_k: Any
+    diag_lo: Any
+    diag_hi: Any
+    num_tiles: Any
+
+
+class Task(NamedTuple):
+    """One row tile: where it lies, and the tiles of keys it visits."""
+
+    b: Any
+    head: Any
+    first: Any  # its first query position
+    start_q: Any  # the sequence's first row in memory, of Q and of K
+    start_k: Any
+    len_q: Any
+    len_k: Any
+    diag_lo: Any
+    diag_hi: Any
+    count: Any  # tiles of keys, 1 at least: a row that sees nothing must be written too
+    edges: Any  # of them to be taken with care, see visited_tiles
+    before: Any
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+
+
+@gluon.jit
+def place(tile, sizes, F: gl.constexpr):
+    """(batch, head, row tile) of a tile number: heads in sections that share L2, long causal rows first."""
+    before = tile // (sizes.section * sizes.num_m)
+    rest = tile - before * sizes.section * sizes.num_m
+    width = gl.minimum(sizes.section, sizes.all_heads - before * sizes.section)
+    block_m = rest // width
+    head = before * sizes.section + rest - block_m * width
+    if F.right:
+        block_m = sizes.num_m - 1 - block_m
+    b = head // sizes.heads
+    return b, head - b * sizes.heads, block_m
+
+
+@gluon.jit
+def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
+    """The task of a tile number."""
+    b, head, block_m = place(tile, sizes, F)
+    len_q, len_k, diag_lo, diag_hi = sizes.rows_q, sizes.rows_k, sizes.diag_lo, sizes.diag_hi
+    start_q, start_k = b * 0, b * 0
+    if F.varlen:
+        cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b
+        start_q, len_q = clamp_sequence(gl.load(cu_q), gl.load(cu_q + 1), len_q)
+        start_k, len_k = clamp_sequence(gl.load(cu_k), gl.load(cu_k + 1), len_k)
+    if F.kv_lens:
+        len_k = gl.minimum(gl.maximum(gl.load(args.kv_lens_ptr + b), 0), len_k)
+    if F.end_aligned:
+        diag_lo += len_k - len_q
+        diag_hi += len_k - len_q
+    POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
+    first = block_m * POSITIONS
+    last = gl.minimum(first + POSITIONS, len_q)
+    count, edges, before, lo, full_lo, full_hi = visited_tiles(first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+    count, edges = gl.maximum(count, 1), gl.maximum(edges, 1)
+    return Task(b, head, first, start_q, start_k, len_q, len_k, diag_lo, diag_hi, count, edges, before, lo, full_lo,
+                full_hi)  # fmt: skip
+
+
+@gluon.jit
+def key_start(i, task, T: gl.constexpr):
+    """First key of the i-th tile: the edges from the right end on, then the whole tiles."""
+    at = gl.where(i < task.edges, task.edges - 1 - i, i)
+    return tile_start(at, task.edges, task.before, task.lo, task.full_lo, task.full_hi, task.count - task.edges,
+                      T.BLOCK_N)  # fmt: skip
+
+
+@gluon.jit
+def entry_of(task, F: gl.constexpr):
+    """The batch entry in memory: packed sequences lie behind one another in one."""
+    if F.varlen:
+        return task.b * 0
+    else:
+        return task.b
+
+
+@gluon.jit
+def heads_of(task, T: gl.constexpr):
+    """(key/value head, place in its group) of a task."""
+    if T.PACK > 1:
+        return task.head, task.head * 0
+    else:
+        return task.head // T.GROUP, task.head % T.GROUP
+
+
+@gluon.jit
+def rows_of(offs_r, task, w, T: gl.constexpr):
+    """(position, query head, exists) of rows offs_r of consumer w."""
+    first = task.first + w * (ROWS // T.PACK)
+    if T.PACK > 1:
+        pos = first + offs_r // T.PACK
+        in_group = offs_r % T.PACK
+        return pos, task.head * T.GROUP + in_group, (pos < task.len_q) & (in_group < T.GROUP)
+    else:
+        pos = first + offs_r
+        return pos, task.head + offs_r * 0, pos < task.len_q
+
+
+@gluon.jit
+def lse_pointers(lse, task, head, pos, F: gl.constexpr):
+    """lse = (pointer, (batch stride, head stride))."""
+    at = entry_of(task, F).to(gl.int64) * lse[1][0] + head.to(gl.int64) * lse[1][1]
+    return lse[0] + at + (task.start_q + pos)
+
+
+@gluon.jit
+def send(message, task, n_message, talk):
+    """Tells every consumer a message and its task."""
+    slot, slot_full, slot_empty = talk[0], talk[1], talk[2]
+    at = n_message % 2
+    mbarrier.wait(slot_empty.index(at), ((n_message // 2) & 1) ^ 1)
+    word = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    words = gl.where(word == 0, message, 0)
+    for i in gl.static_range(15):
+        words = gl.where(word == i + 1, task[i], words)
+    slot.index(at).store(words)
+    mbarrier.arrive(slot_full.index(at), count=1)
+    return n_message + 1
+
+
+@gluon.jit
+def receive(n_message, talk):
+    """The next (message, task) of the producer."""
+    slot, slot_full, slot_empty = talk[0], talk[1], talk[2]
+    ALL: gl.constexpr = gl.BlockedLayout([16], [32], [4], [0])  # every thread gets every word
+    at = n_message % 2
+    mbarrier.wait(slot_full.index(at), (n_message // 2) & 1)
+    words = slot.index(at).load(ALL)
+    mbarrier.arrive(slot_empty.index(at), count=1)
+    return pick(words, 0), Task(
+        pick(words, 1), pick(words, 2), pick(words, 3), pick(words, 4), pick(words, 5), pick(words, 6), pick(words, 7),
+        pick(words, 8), pick(words, 9), pick(words, 10), pick(words, 11), pick(words, 12), pick(words, 13),
+        pick(words, 14), pick(words, 15),
+    )  # fmt: skip
+
+
+@gluon.jit
+def pick(words, i: gl.constexpr):
+    """One of the words that a thread holds; folds to its register."""
+    word = gl.arange(0, 16, layout=words.type.layout)
+    return gl.sum(gl.where(word == i, words, 0), 0)

@@ -98,7 +98,7 @@ def carried_by_xformers() -> Callable[..., tuple[Tensor, ...]]:
     if not files:
         raise ModuleNotFoundError("No module named 'flash_attn_interface', and no xformers that carries flash_attn_3")
     torch.ops.load_library(str(files[0]))
-    return torch.ops.flash_attn_3.fwd
+    return torch.ops.flash_attn_3.fwd.default
 
 
 OURS = {"flashattn_lite": "auto"} | {f"flashattn_lite-{b.name}": b.name for b in BACKENDS if b.name != "tiled"}

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for length in options.lengths
     ]  # fmt: skip
     if options.profile:
-        profile_cells(options.profile, cells, options.out.with_name("attention_profile.csv"))
+        profile_cells(options.profile, cells, options.out.with_stem(options.out.stem + "_profile"))
         return
     if not torch.cuda.is_available():
         parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_lite
-from flashattn_lite.dispatch import BACKENDS
 
 Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -101,7 +100,7 @@ def carried_by_xformers() -> Callable[..., tuple[Tensor, ...]]:
     return torch.ops.flash_attn_3.fwd.default
 
 
-OURS = {"flashattn_lite": "auto"} | {f"flashattn_lite-{b.name}": b.name for b in BACKENDS if b.name != "tiled"}
+OURS = {"flashattn_lite": "auto", "flashattn_lite-triton": "triton"}  # provider -> backend
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     **{name: lambda backend=backend: ours(backend) for name, backend in OURS.items()},  # type: ignore[misc]
     "sdpa-cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),

@@ -1,6 +1,7 @@
 """Speed of the attention forward on a GPU, beside what else is there, all in one process.
 
 python -m benchmarks.attention [--dtypes bf16 fp16] [--head-dims 64 128 256] [--lengths 512 ... 16384] [--out CSV]
+python -m benchmarks.attention --profile [sm_90]    what our kernels take of that GPU, compiled offline: no GPU needed
 
 16k tokens in all, hidden size 2048. In each cell every provider is first checked against float64 on sampled rows; one
 that is wrong is not timed. Then two rounds, the second in opposite order: each provider runs 180 ms of its own kernel,
@@ -12,84 +13,28 @@ can't be imported or refuses the problem has a row of metric absent, with the re
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flashattn_lite
 from benchmarks.progress import Progress
-from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.provenance import DTYPES, RESULTS, row_provenance, write_rows
+from benchmarks.providers import PROVIDERS, Call, Provider, importable, in_a_line
 from benchmarks.timing import Timing, median, sustained
 
-Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 TOKENS, HIDDEN = 16384, 2048
 CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
 WARM_MS, TIMED_MS = 180.0, 100.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Relative norm against float64 on sampled rows. Fused peers are at a quarter of eps; at one eps something is wrong.
 LARGEST_ERROR_EPS = 1.0
 
 
-def ours(backend: str) -> Call:
-    return lambda q, k, v, causal: flashattn_lite.attention(q, k, v, causal=causal, backend=backend)  # type: ignore
-
-
-def sdpa(backend: SDPBackend) -> Call:
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-def flex() -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention, dynamic=False)
-    masks: dict[tuple[int, bool], Any] = {}
-
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        length = q.shape[2]
-        if (length, causal) not in masks:
-            rule = lambda b, h, i, j: i >= j
-            masks[length, causal] = create_block_mask(rule, None, None, length, length) if causal else None
-        return compiled(q, k, v, block_mask=masks[length, causal])
-
-    return call
-
-
-def flash_attention(module: str, name: str) -> Call:
-    """Dao's packages take (batch, length, heads, dim)."""
-    function = getattr(importlib.import_module(module), name)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return call
-
-
-PROVIDERS: dict[str, Callable[[], Call]] = {
-    "flashattn_lite": lambda: ours("auto"),
-    "flashattn_lite-triton": lambda: ours("triton"),
-    "sdpa-cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
-    "sdpa-flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
-    "sdpa-efficient": lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    "flex": flex,
-    "fa2": lambda: flash_attention("flash_attn", "flash_attn_func"),
-    "fa3": lambda: flash_attention("flash_attn_interface", "flash_attn_func"),
-    "fa4": lambda: flash_attention("flash_attn.cute", "flash_attn_func"),
-}
-
-
-def relative_error(call: Call, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
+def relative_error(call: Call, qkv: tuple[Tensor, ...], causal: bool) -> float:
     """Norm of the error against float64, over the norm, on 64 rows of the first and last head."""
+    q, k, v = qkv
     out = call(q, k, v, causal)
     length = q.shape[2]
     rows = torch.linspace(0, length - 1, 64, device=q.device).long()
@@ -105,7 +50,7 @@ def relative_error(call: Call, q: Tensor, k: Tensor, v: Tensor, causal: bool) ->
 
 
 def measure_cell(
-    calls: dict[str, Call], head_dim: int, length: int, dtype: torch.dtype, causal: bool, absent: dict[str, str]
+    providers: dict[str, Provider], head_dim: int, length: int, dtype: torch.dtype, causal: bool, absent: dict[str, str]
 ) -> dict[str, tuple[Timing, float]]:
     """(timing, error) of each provider that is right; the others' reasons go into `absent`."""
     shape = (max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim)
@@ -115,12 +60,12 @@ def measure_cell(
         for _ in range(max(2, -(-CACHE_BYTES // one_set)))
     ]
     done: dict[str, tuple[Timing, float]] = {}
-    for name, call in calls.items():
+    for name, provider in providers.items():
         try:
-            q, k, v = sets[0]
-            error = relative_error(call, q, k, v, causal)
+            with provider.setting():
+                error = relative_error(provider.call, sets[0], causal)
         except Exception as refusal:
-            absent[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:120]}"
+            absent[name] = in_a_line(refusal)
             continue
         if not error <= LARGEST_ERROR_EPS * torch.finfo(dtype).eps:
             absent[name] = f"wrong: relative error {error:.2e}"
@@ -128,8 +73,9 @@ def measure_cell(
         done[name] = Timing(), error
     for order in (list(done), list(done)[::-1]):
         for name in order:
-            run = lambda i, call=calls[name]: call(*sets[i % len(sets)], causal)
-            done[name][0].add(sustained(run, WARM_MS, TIMED_MS))
+            run = lambda i, call=providers[name].call: call(*sets[i % len(sets)], causal)
+            with providers[name].setting():
+                done[name][0].add(sustained(run, WARM_MS, TIMED_MS))
     return done
 
 
@@ -156,21 +102,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 16384])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "attention.csv")
+    parser.add_argument("--profile", nargs="?", const="sm_90", metavar="GPU",
+                        help="what our kernels take of that GPU (default sm_90), from an offline compile")  # fmt: skip
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")
-    calls, missing = {}, {}
-    for name in options.providers:
-        try:
-            calls[name] = PROVIDERS[name]()
-        except Exception as reason:
-            missing[name] = f"{type(reason).__name__}: {reason}"
-    torch.manual_seed(0)
     cells = [
         (dtype, dim, causal, length)
         for dtype in options.dtypes for dim in options.head_dims for causal in (True, False)
         for length in options.lengths
     ]  # fmt: skip
+    if options.profile:
+        profile_cells(options.profile, cells, options.out.with_stem(options.out.stem + "_profile"))
+        return
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")
+    providers, missing = importable({name: PROVIDERS[name] for name in options.providers})
+    torch.manual_seed(0)
     provenance = row_provenance("cuda")
     rows: list[dict[str, Any]] = [
         {**provenance, "op": "attention_forward", "provider": name, "metric": "absent", "median": why}
@@ -184,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim, "dtype": dtype,
                     "causal": causal}  # fmt: skip
             absent: dict[str, str] = {}
-            done = measure_cell(calls, dim, length, DTYPES[dtype], causal, absent)
+            done = measure_cell(providers, dim, length, DTYPES[dtype], causal, absent)
             flop = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
             for name, (timing, error) in done.items():
                 rows += rows_of(cell, flop, name, timing, error)
@@ -194,6 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, why in missing.items():
         print(f"absent: {name}: {why}")
     print(f"rows: {options.out}")
+
+
+def profile_cells(gpu: str, cells: list[tuple[str, int, bool, int]], out: Path) -> None:
+    from benchmarks import profile  # imports Triton
+
+    profile.write(gpu, cells, HIDDEN, out)
 
 
 def print_cell(cell: dict[str, Any], done: dict[str, tuple[Timing, float]], flop: float) -> None:

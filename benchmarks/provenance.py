@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ("date", "commit", "gpu", "driver", "torch", "triton")
 PROBLEM = ("batch", "heads_q", "heads_kv", "len_q", "len_kv", "head_dim", "head_dim_v", "dtype", "causal")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as the column dtype writes them
 COLUMNS = (*PROVENANCE, "op", "provider", *PROBLEM, "metric", "median", "p20", "p80")
 
 

@@ -1,0 +1,71 @@
+"""What the benchmarks compute besides times: ratios, the profile's rows, the reasons of what is absent."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+
+import pytest
+import torch
+
+from benchmarks import provenance, providers
+from flashattn_lite import target
+
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton compiles")
+
+
+def test_what_cannot_be_had_is_absent_with_its_reason():
+    def broken():
+        raise ImportError("libcudart.so.12: cannot open shared object file\nand a second line")
+
+    made, absent = providers.importable({"works": lambda: 1, "broken": broken})
+    assert made == {"works": 1}
+    assert absent == {"broken": "ImportError: libcudart.so.12: cannot open shared object file"}
+    assert providers.in_a_line(ValueError()) == "ValueError: "
+
+
+@pytest.mark.parametrize("name", ["flashattn_lite", "sdpa-flash"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_providers_compute_the_same(name, causal):
+    """On the CPU; those that need a GPU are checked by the benchmark before it times them."""
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    call, setting = providers.PROVIDERS[name]()
+    with setting():
+        out = call(q, k, v, causal)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+
+@needs_matplotlib
+def test_ratios_are_taken_cell_by_cell():
+    from benchmarks.plot_attention import relative_to
+
+    curves = {"sdpa-cudnn": [(512, 200.0), (1024, 400.0)], "a": [(512, 100.0), (1024, 600.0), (2048, 1.0)]}
+    assert relative_to("sdpa-cudnn", curves) == {"a": [(512, 0.5), (1024, 1.5)]}
+    assert relative_to("not measured", curves) == {}
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", ["attention", "attention-ratio"])
+def test_the_committed_results_can_be_drawn(name, tmp_path):
+    from benchmarks import plot
+
+    plot.main([name, "--csv", str(provenance.RESULTS / "h200" / "attention.csv"), "--out", str(tmp_path / "plot.png")])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_triton
+def test_the_profile_has_a_row_for_each_kernel(tmp_path):
+    from benchmarks import attention
+
+    if target.interpreting():
+        pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile")
+    cells = ["--dtypes", "bf16", "--head-dims", "64", "--lengths", "512", "1024", "--out", str(tmp_path / "a.csv")]
+    attention.main(["--profile", *cells])
+    with (tmp_path / "a_profile.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["causal"], row["tile"], row["blocks_per_sm"]) for row in rows] == [
+        ("True", "128x64", "2"),
+        ("False", "128x64", "2"),
+    ]  # one tile serves both lengths
+    assert all(0 < int(row["registers"]) <= 255 and int(row["shared_bytes"]) <= 227 << 10 for row in rows)

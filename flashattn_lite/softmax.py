@@ -254,7 +254,7 @@ def _softmax_op(x: Tensor, dim: int) -> Tensor:
     if y.numel() == 0:
         return y
     if runs_triton(x):
-        from flashattn_lite.kernels import softmax as kernels
+        from flashattn_lite.kernels import softmax_launch as kernels
 
         (kernels.launch if x.is_cuda else kernels.interpret)(x, (y,), dim)
     else:
@@ -268,7 +268,7 @@ def _stats_op(x: Tensor, dim: int) -> Stats:
     if m.numel() == 0:
         return m, l_sum
     if runs_triton(x):
-        from flashattn_lite.kernels import softmax as kernels
+        from flashattn_lite.kernels import softmax_launch as kernels
 
         results = m.unsqueeze(dim), l_sum.unsqueeze(dim)
         (kernels.launch if x.is_cuda else kernels.interpret)(x, results, dim)

@@ -29,6 +29,7 @@ FLOORS = {
     "tiled": 2,
     "tiled_backward": 2,
     "kernels.softmax": 2,
+    "kernels.softmax_launch": 2,
     "kernels.attention": 2,
     "kernels.attention_launch": 2,
     "kernels.attention_hopper": 2,
@@ -53,6 +54,7 @@ NEIGHBOURS = {
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
     ("kernels.attention_launch", "kernels.attention"),
+    ("kernels.softmax_launch", "kernels.softmax"),
 }
 # Packages on one floor as a whole, whose files share their parts.
 SHARING = ("kernels.device", "integrations", "testing", "distributed")

@@ -19,8 +19,8 @@ from tests.test_softmax_kernel import kernel_device  # noqa: F401
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float32).eps
 TOGETHER, APART = 10**6, 0  # splits of a row that may wait for each other
-# 205 columns in 1, 2, 4 and 13 splits: the interpreter takes a millisecond to merge two
-TILES = [SoftmaxTile(1, 256, 4), SoftmaxTile(2, 128, 4), SoftmaxTile(1, 64, 4), SoftmaxTile(4, 16, 4)]
+# 205 columns in 1, 2, 4 and 13 splits
+TILES = [SoftmaxTile(1, 256, 4), SoftmaxTile(2, 128, 4), SoftmaxTile(4, 64, 4), SoftmaxTile(8, 16, 4)]
 
 
 def hostile(device: torch.device, cols: int = 205) -> Tensor:
@@ -85,7 +85,7 @@ def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile)
         torch.testing.assert_close(l_i.double(), l_whole, rtol=8 * EPS, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("tile", TILES[1:], ids=str)
+@pytest.mark.parametrize("tile", TILES[2:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_waiting_giving_up_and_reading_twice_give_the_same_bits(
     kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
@@ -108,7 +108,7 @@ def test_counts_are_zero_again(kernel_device: torch.device) -> None:  # noqa: F8
     x, y = torch.randn(6, 205, device=kernel_device), torch.empty(6, 205, device=kernel_device)
     m, l_i = torch.empty(2, 6, 1, device=kernel_device)
     for results, at in (((y,), 4), ((m, l_i), 5)):
-        launches = kernels.plan(x, results, 1, tile=TILES[2], at_once=TOGETHER)
+        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4), at_once=TOGETHER)
         (launch,) = launches
         for _ in range(3):
             results[0].fill_(NAN)
@@ -135,10 +135,10 @@ def test_a_tile_hangs_on_the_row_alone(across: bool) -> None:
         plans = []
         for rows in (32, 1000):
             x = torch.empty((cols, rows) if across else (rows, cols), dtype=torch.float16, device="meta")
-            (launch,) = kernels.plan(x, (torch.empty_like(x),), 0 if across else 1, target)
-            plans.append((launch.kernel, launch.kwargs["COLS"], launch.kwargs["ROWS"], launch.kwargs["num_warps"]))
+            launches = kernels.plan(x, (torch.empty_like(x),), 0 if across else 1, target)
+            plans.append([(launch.kernel, launch.kwargs) for launch in launches])
         assert plans[0] == plans[1]
-        assert softmax_tile(cols, 2, target, across=across, keeps=True).cols == plans[0][1]
+        assert softmax_tile(cols, 2, target, across=across, keeps=True).cols == plans[0][0][1]["COLS"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ One program owns a tile of ROWS neighbouring rows and, where rows are long, one 
 maximum in natural units, and scores enter the state measured from it: x * log2(e) would overflow float32 from 2.4e38 on
 and round away what sets large scores apart, x - top does neither. Invariant: (top, l_i) is the maximum of the columns
 taken so far and their sum of exp(x - top), both float32. A split's (top, l_i) is its part; the parts of a row are
-merged pairwise, in one order, by whoever needs them, so that the same row has the same bits by every way below.
+merged in one order, pairwise, by whoever needs them, so that the same row has the same bits by every way below.
 
 | kernel | programs of a row | bytes moved |
 | --- | --- | --- |
@@ -40,16 +40,9 @@ def state_of(x):
 
 @triton.jit
 def merge_from(origin, m_a, l_a, m_b, l_b):
-    """`merge` of (m, l) in natural units, each m at most origin, which is finite: (l, alpha_a, alpha_b)."""
-    _, l_i, alpha_a, alpha_b = merge((m_a - origin) * LOG2E, l_a, (m_b - origin) * LOG2E, l_b)
-    return l_i, alpha_a, alpha_b
-
-
-@triton.jit
-def merge_pair(m_a, l_a, m_b, l_b):
-    """`merge` as a reduction takes it: the state alone."""
-    m_i, l_i, _, _ = merge(m_a, l_a, m_b, l_b)
-    return m_i, l_i
+    """l of the `merge` of (m, l) in natural units, seen from origin, which no m passes."""
+    _, l_i, _, _ = merge((m_a - origin) * LOG2E, l_a, (m_b - origin) * LOG2E, l_b)
+    return l_i
 
 
 @triton.jit
@@ -88,8 +81,9 @@ def merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS: tl.constexpr, PAR
     m_i = tl.load(m_parts_ptr + offs, mask=there, other=EMPTY_M, cache_modifier=".cg")
     l_i = tl.load(l_parts_ptr + offs, mask=there, other=EMPTY_L, cache_modifier=".cg")
     top = tl.max(m_i, 1)
-    _, l_i = tl.reduce(((m_i - reference(top)[:, None]) * LOG2E, l_i), 1, merge_pair)
-    return top, l_i
+    origin = reference(top)[:, None]
+    # Each is merged with a state that has seen nothing and stands at top: so all have one reference, and l only adds.
+    return top, tl.sum(merge_from(origin, m_i, l_i, origin, tl.zeros_like(l_i)), 1)
 
 
 @triton.jit
@@ -181,8 +175,7 @@ def take(top, l_i, x):
     """Takes a tile x [M, N] in natural units into (top, l_i) [M]."""
     m_x, l_x, _ = state_of(x)
     top_new = tl.maximum(top, m_x)
-    l_new, _, _ = merge_from(reference(top_new), top, l_i, m_x, l_x)
-    return top_new, l_new
+    return top_new, merge_from(reference(top_new), top, l_i, m_x, l_x)
 
 
 @triton.jit

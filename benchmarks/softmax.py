@@ -3,7 +3,8 @@
 python -m benchmarks.softmax [--dtypes bf16 fp32] [--cells 4096x4096 ...] [--providers ...] [--out CSV]
 
 In each cell every provider is first checked against float64 on sampled rows; one that is wrong is not timed. Then two
-rounds, the second in opposite order: 180 ms of warm-up, then 100 ms are timed, with inputs rotated past the L2 cache.
+rounds, the second in opposite order: 180 ms of warm-up, then 100 ms are timed (1000 calls of either at most), with
+inputs rotated past the L2 cache.
 Some of these kernels take less time than Python takes to start them, so calls are timed in batches that the GPU finds
 ready in its queue; the host's time for a call is a metric of its own. GB/s counts one read and one write (softmax and
 copy), or one read (softmax_stats and what it is compared with: torch's amax, and a Triton kernel that only reads).
@@ -32,7 +33,8 @@ Call = Callable[[Tensor, Tensor], Any]  # (x, room for a result of x's shape) ->
 CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
 WARM_MS, TIMED_MS = 180.0, 100.0
 BATCH = 50  # calls that the GPU finds in its queue: some 200 launches and events, well below what a queue holds
-CYCLES_A_CALL = 400_000  # that the GPU idles while the host queues one: 0.2 ms, far more than any call here takes
+MOST_BATCHES = 20  # of a call of a few microseconds, which its wait in the queue makes far longer for us
+CYCLES_A_CALL = 400_000  # that the GPU idles for each call in a batch: 0.2 ms, more than the host takes to queue one
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CELLS = ((128, 16384), (4096, 4096), (8192, 32768), (1024, 131072), (16, 1048576), (32768, 1024))
 # Largest error relative to the value: half an eps from rounding, a few float32 eps and |ln p| eps inside; beyond two
@@ -41,6 +43,7 @@ LARGEST_ERROR_EPS, LARGEST_ERROR_EPS_32 = 2.0, 64.0
 
 
 def compiled() -> Call:
+    torch._dynamo.config.recompile_limit = 64  # one for each cell; past 8 it would run eagerly and not say so
     function = torch.compile(lambda x: torch.softmax(x, -1), dynamic=False)
     return lambda x, room: function(x)
 
@@ -62,7 +65,7 @@ SOFTMAX: dict[str, Callable[[], Call]] = {
     "torch": lambda: lambda x, room: torch.softmax(x, -1),
     "torch.compile": compiled,
     "liger": lambda: imported("liger_kernel.transformers.functional", "liger_softmax"),
-    "quack": lambda: imported("quack", "softmax"),
+    "quack": lambda: imported("quack.softmax", "softmax"),
     "copy": lambda: lambda x, room: room.copy_(x),
 }
 STATS: dict[str, Callable[[], Call]] = {
@@ -96,11 +99,10 @@ def largest_error(op: str, dtype: torch.dtype) -> float:
 def queued(call: Callable[[int], Any], warm_ms: float, timed_ms: float) -> Timing:
     """Times call(i), each between two events, in batches that wait in the GPU's queue until they are complete."""
     once = median(_batch(call, 10))
-    for _ in range(max(1, round(warm_ms / once / BATCH))):
+    batches = lambda ms: range(min(max(1, round(ms / once / BATCH)), MOST_BATCHES))
+    for _ in batches(warm_ms):
         _batch(call, BATCH)
-    milliseconds: list[float] = []
-    for _ in range(max(1, round(timed_ms / once / BATCH))):
-        milliseconds += _batch(call, BATCH)
+    milliseconds = [ms for _ in batches(timed_ms) for ms in _batch(call, BATCH)]
     return Timing(milliseconds)
 
 

@@ -22,8 +22,9 @@ COLS = 16384  # of one row at once: from 32768 on torch would split the sum of a
 def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
-    One read and one write of x where a row fits on chip (32768 elements side by side in memory, 1024 elements if it
-    is the neighbouring rows that are side by side), two reads and one write beyond.
+    One read and one write of x. Rows too long for the registers of one thread block are shared by several, which wait
+    for each other's sums: on an NVIDIA GPU up to one block of 16384 elements for each of its SMs (2 million on an
+    H200). Longer rows, and those on other GPUs, take two reads and one write, in two launches.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread
@@ -37,7 +38,8 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     `torch.softmax`, which gives NaN there. A row that holds NaN or +inf becomes NaN; no other row does.
 
     Numerics: float32 inside (float64 for float64), rounded once at the end. A probability p is off by a few float32
-    eps and |ln p| eps more, relative. A row's result depends on its values, length, dtype and strides, bit for bit.
+    eps and |ln p| eps more, relative: sums are added pairwise. A row's result depends on its values, length, dtype and
+    strides and on the GPU, bit for bit; on its length because that decides how many blocks share it.
 
     Gradients: exact, of any order, from the output alone.
 
@@ -254,7 +256,7 @@ def _softmax_op(x: Tensor, dim: int) -> Tensor:
     if y.numel() == 0:
         return y
     if runs_triton(x):
-        from flashattn_lite.kernels import softmax as kernels
+        from flashattn_lite.kernels import softmax_launch as kernels
 
         (kernels.launch if x.is_cuda else kernels.interpret)(x, (y,), dim)
     else:
@@ -268,7 +270,7 @@ def _stats_op(x: Tensor, dim: int) -> Stats:
     if m.numel() == 0:
         return m, l_sum
     if runs_triton(x):
-        from flashattn_lite.kernels import softmax as kernels
+        from flashattn_lite.kernels import softmax_launch as kernels
 
         results = m.unsqueeze(dim), l_sum.unsqueeze(dim)
         (kernels.launch if x.is_cuda else kernels.interpret)(x, results, dim)

@@ -31,6 +31,7 @@ FLOORS = {
     "tiled": 2,
     "tiled_backward": 2,
     "kernels.softmax": 2,
+    "kernels.softmax_launch": 2,
     "kernels.attention": 2,
     "kernels.attention_launch": 2,
     "kernels.hopper_tasks": 2,
@@ -66,6 +67,7 @@ NEIGHBOURS = {
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
     ("ops", "calls"),
+    ("kernels.softmax_launch", "kernels.softmax"),
 }
 # Packages on one floor as a whole, whose files share their parts.
 SHARING = ("kernels.device", "integrations", "testing", "distributed")

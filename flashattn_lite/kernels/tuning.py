@@ -107,3 +107,54 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     if problem.group > 1 and problem.len_q <= 32 * config.warpgroups:
         config = replace(config, pack=min(64, 1 << (problem.group - 1).bit_length()))
     return config
+
+
+@dataclass(frozen=True)
+class SoftmaxTile:
+    """Rows and columns of a softmax tile, warps, registers a thread at most (0: the compiler's choice).
+
+    A program takes `steps` tiles of a row, or more where its parts would pass MOST_PARTS.
+    """
+
+    rows: int
+    cols: int
+    num_warps: int
+    registers: int = 0
+    steps: int = 1
+
+    def split(self, cols: int) -> tuple[int, int]:
+        """(splits, steps): how many programs share a row of that many columns, and the tiles that each takes."""
+        tiles = max(1, -(-cols // self.cols))
+        steps = max(min(self.steps, tiles), -(-tiles // (MOST_PARTS // self.rows)))
+        return -(-tiles // steps), steps
+
+
+MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
+NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
+SHORT_ELEMENTS = 4096  # of a tile of short rows: 32 in each of 128 threads
+# Rows of more elements than `whole` are split, by bytes an element; what stays in registers is 32 to 64 float32 a
+# thread, no spills by tests/test_compile_offline_softmax.py. Not yet measured.
+WHOLE = {2: 16384, 4: 32768}
+SPLIT = SoftmaxTile(1, 16384, 8, registers=128)  # two programs an SM
+STATS = SoftmaxTile(1, 8192, 8)
+# Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole, or splits.
+WHOLE_ACROSS = 16384
+SPLIT_ACROSS = SoftmaxTile(NEIGHBOURS, 256, 16)
+INTERPRETED = {False: 8192, True: 128}  # whole and split alike, by across: small, so that small tests enter both
+
+
+def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keeps: bool) -> SoftmaxTile:
+    """The tile of the softmax kernels; `keeps` where the tile waits in registers for its sum, not for statistics.
+
+    A function of a row's length, element size and layout and of the GPU: never of the number of rows.
+    """
+    block = 1 << max(cols - 1, 0).bit_length()
+    split = SPLIT_ACROSS if across else (SPLIT if keeps else STATS)
+    whole = (WHOLE_ACROSS if across else WHOLE[itemsize]) // split.rows if keeps else split.cols
+    if target.interpreting:
+        whole = INTERPRETED[across]
+        split = replace(split, cols=whole)
+    if block > whole:
+        return split
+    rows = max(split.rows, SHORT_ELEMENTS // block)
+    return SoftmaxTile(rows, block, min(max(rows * block // 1024, 4), 32))

@@ -1,0 +1,196 @@
+"""Starting the softmax kernels: how rows lie, who takes which part of them, the launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flashattn_lite import target as targets
+from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
+from flashattn_lite.kernels.tuning import SoftmaxTile, softmax_tile
+from flashattn_lite.target import Target
+
+VECTOR_BYTES = 16  # the widest load of a thread
+ROW_DIMS = 3  # row dimensions that the kernels decode
+PATIENCE = 256  # looks at a count, each most of a microsecond: far longer than neighbours differ. Not yet measured.
+INTERPRETED = 5  # splits of a row up to which the interpreter takes the kernel that waits, so that tests enter it
+OFFLINE = 132  # SMs of an H100 or H200, where a plan is made without a GPU
+
+Results = tuple[Tensor] | tuple[Tensor, Tensor]
+
+
+class RowDim(NamedTuple):
+    """A dimension of rows: how many, and how far apart they lie in the input and in the result, in elements."""
+
+    size: int
+    stride_x: int
+    stride_y: int
+
+
+class Rows(NamedTuple):
+    """How rows lie in memory. `across`: neighbouring rows are closer to each other than a row's own elements are."""
+
+    dims: list[RowDim]  # as few as describe the rows, or ROW_DIMS; a tile runs along the last
+    across: bool
+    single_strides: list[int]  # of dimensions of size 1: they address nothing, but show how a larger batch is aligned
+
+
+class Launch(NamedTuple):
+    """`kernel[grid](*args, **kwargs)`, or `kernel.warmup(*args, grid=grid, **kwargs)`."""
+
+    kernel: Any
+    grid: tuple[int]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def rows_of(x: Tensor, y: Tensor, dim: int) -> Rows:
+    """The rows of x along dim, and of y, which has x's rank. Dimensions that are one in both tensors are joined."""
+    dims = [RowDim(x.shape[i], x.stride(i), y.stride(i)) for i in range(x.dim()) if i != dim]
+    nearest = min((d for d in dims if d.stride_x > 0), key=lambda d: (d.stride_x, -d.size), default=None)
+    across = nearest is not None and nearest.stride_x < x.stride(dim)
+    # The nearest stays even if its size is 1: a slice of a batch must be read as the batch is.
+    kept = [d for d in dims if d.size != 1 or (across and d is nearest)]
+    joined: list[RowDim] = []
+    for d in sorted(kept, key=lambda d: (d.stride_x == 0, d.stride_x, d.stride_y), reverse=True):
+        if joined and joined[-1][1:] == (d.size * d.stride_x, d.size * d.stride_y):
+            joined[-1] = RowDim(joined[-1].size * d.size, d.stride_x, d.stride_y)
+        else:
+            joined.append(d)
+    if not across:
+        joined.sort(key=lambda d: d.size)
+    joined = [RowDim(1, 0, 0)] * (ROW_DIMS - len(joined)) + joined
+    return Rows(joined, across, [d.stride_x for d in dims if d.size == 1])
+
+
+def unit_apart(strides: list[int], across: bool) -> tuple[list[int], bool]:
+    """Strides of (outer, outer, inner row, column), 0 for the unit one (the kernel knows it), and if there is one."""
+    at = 2 if across else 3
+    unit = strides[at] == 1
+    return [0 if unit and i == at else stride for i, stride in enumerate(strides)], unit
+
+
+def plan(
+    x: Tensor,
+    results: Results,
+    dim: int,
+    target: Target | None = None,
+    tile: SoftmaxTile | None = None,
+    at_once: int | None = None,
+) -> list[Launch] | None:
+    """What writes softmax(x) along dim into results (y,), or statistics into (m, l); None if a copy must come first.
+
+    y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The tile, and
+    whether a row's programs wait for each other (up to `at_once` of them), follow from the row's length, dtype and
+    layout and from the GPU, unless they are given.
+    """
+    target = target or targets.of(x.device)
+    (dims, across, single_strides), wants_softmax = rows_of(x, results[0], dim), len(results) == 1
+    if len(dims) > ROW_DIMS:
+        return None
+    cols, y = x.shape[dim], results[0]
+    x_strides, x_unit = unit_apart([*(d.stride_x for d in dims), x.stride(dim)], across)
+    y_strides, y_unit = unit_apart([*(d.stride_y for d in dims), y.stride(dim)], across)
+    vector = VECTOR_BYTES // x.element_size()
+    divisible = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
+    # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
+    align = vector if not across and math.gcd(vector, *divisible) == vector else 1
+    tile = tile or softmax_tile(cols, x.element_size(), target, across=across, keeps=wants_softmax)
+    tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
+    splits, steps = tile.split(cols)
+    sizes = (dims[1].size, dims[-1].size)
+    x_steps = tuple(stride // align for stride in x_strides)
+    y_steps = tuple(stride // align for stride in y_strides)
+    shape = {"ROWS": tile.rows, "COLS": tile.cols, "ACROSS": across, "ALIGN": align, "X_UNIT": x_unit}
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    if tile.registers and target.kind == "cuda":
+        options["maxnreg"] = tile.registers
+    if wants_softmax and splits == steps == 1:
+        args = (x, y, cols // align, *sizes, *x_steps, *y_steps)
+        return [Launch(softmax_kernel, (tiles,), args, shape | {"Y_UNIT": y_unit} | options)]
+    m_parts, l_parts = parts_for(x, tiles * splits * tile.rows if splits > 1 else 0)
+    shape |= {"PARTS": triton.next_power_of_2(splits)}
+    grid = (tiles * splits,)
+    if wants_softmax and steps == 1 and splits <= (processors(x, target) if at_once is None else at_once):
+        args = (x, y, m_parts, l_parts, counts_for(x, tiles), cols // align, splits, *sizes, *x_steps, *y_steps)
+        shape |= {"PATIENCE": 1 if target.interpreting else PATIENCE, "Y_UNIT": y_unit}
+        return [Launch(together_kernel, grid, args, shape | options)]
+    lengths = (cols // align, splits, steps)
+    if wants_softmax:
+        args = (x, m_parts, l_parts, m_parts, l_parts, m_parts, *lengths, *sizes, *x_steps, 0, 0, 0)
+        first = Launch(stats_kernel, grid, args, shape | {"MERGE": False} | options)
+        # Each split again, in half tiles: nothing is summed there, and half the registers serve.
+        args = (x, y, m_parts, l_parts, cols // align, splits, 2 * steps, *sizes, *x_steps, *y_steps)
+        shape |= {"COLS": tile.cols // 2, "Y_UNIT": y_unit}
+        return [first, Launch(normalise_kernel, grid, args, shape | options)]
+    counts = counts_for(x, tiles) if splits > 1 else m_parts
+    args = (x, *results, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *(d.stride_y for d in dims))
+    return [Launch(stats_kernel, grid, args, shape | {"MERGE": splits > 1} | options)]
+
+
+def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Room for the parts (m, l) of a launch, each 16-byte aligned."""
+    both = x.new_empty(2, max(4, -(-count // 4) * 4), dtype=torch.float32)
+    return both[0], both[1]
+
+
+_counts: dict[tuple[int, int], Tensor] = {}
+
+
+def counts_for(x: Tensor, count: int) -> Tensor:
+    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them.
+
+    A stream's launches follow one another, so that they can share; a CUDA graph, which may be replayed on any stream,
+    and the interpreter get zeros of their own.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=x.device)
+    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
+    if key not in _counts or _counts[key].numel() < count:
+        _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
+    return _counts[key]
+
+
+@functools.cache
+def processors_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors(x: Tensor, target: Target) -> int:
+    """Programs that are on the GPU at once at the least, one an SM; 0 where programs must not wait for each other."""
+    if target.interpreting:
+        return INTERPRETED  # one after the other: all but the last of a row give up waiting
+    if target.kind != "cuda":
+        return 0
+    return processors_of(x.get_device()) if x.is_cuda else OFFLINE
+
+
+def launch(x: Tensor, results: Results, dim: int) -> None:
+    """Fills results, as in `plan`. Copies only rows that are spread over more than ROW_DIMS dimensions."""
+    if results[0].numel() == 0:
+        return
+    with torch.cuda.device(x.device) if x.is_cuda else numpy_errors_off():
+        planned = plan(x, results, dim)
+        for kernel, grid, args, kwargs in planned or ():
+            kernel[grid](*args, **kwargs)
+    if planned is None:
+        flat = tuple(torch.empty_like(result, memory_format=torch.contiguous_format) for result in results)
+        launch(x.contiguous(), flat, dim)  # type: ignore[arg-type]
+        for result, values in zip(results, flat, strict=True):
+            result.copy_(values)
+
+
+def interpret(x: Tensor, results: Results, dim: int) -> None:
+    """`launch` on CPU tensors, through Triton's interpreter, which truncates float32 to bfloat16 where a GPU rounds."""
+    if results[0].dtype != torch.bfloat16:
+        launch(x, results, dim)
+        return
+    wide = torch.empty_like(results[0], dtype=torch.float32)
+    launch(x, (wide,), dim)
+    results[0].copy_(wide)

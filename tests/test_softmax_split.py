@@ -1,0 +1,153 @@
+"""Rows that several programs share: any split is the whole, whoever waits or does not, to the bit where it must be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashattn_lite.kernels import softmax_launch as kernels
+from flashattn_lite.kernels.tuning import MOST_PARTS, SoftmaxTile, softmax_tile
+from flashattn_lite.softmax import online_softmax, softmax_stats
+from flashattn_lite.target import Target
+from tests.test_softmax_kernel import kernel_device  # noqa: F401
+
+INF, NAN = math.inf, math.nan
+EPS = torch.finfo(torch.float32).eps
+TOGETHER, APART = 10**6, 0  # splits of a row that may wait for each other
+# 205 columns in 1, 2, 4 and 13 splits
+TILES = [SoftmaxTile(1, 256, 4), SoftmaxTile(2, 128, 4), SoftmaxTile(4, 64, 4), SoftmaxTile(8, 16, 4)]
+
+
+def hostile(device: torch.device, cols: int = 205) -> Tensor:
+    """Rows with infinities, NaN and far values, some of them on one split alone."""
+    x = 5 * torch.randn(10, cols, generator=torch.Generator().manual_seed(0))
+    x[1], x[2, 3], x[3, -1], x[4, :-1] = -INF, INF, NAN, -INF
+    x[5, : cols // 2], x[6, cols // 2 :] = -INF, -3.3e38
+    x[7, cols // 3], x[8] = 3.3e38, 1e6 + x[8]
+    return x.to(device)
+
+
+def run(launches: list[kernels.Launch], **changed: int) -> None:
+    with kernels.numpy_errors_off():
+        for kernel, grid, args, kwargs in launches:
+            known = {name: value for name, value in changed.items() if name in kwargs}
+            kernel[grid](*args, **(kwargs | known))
+
+
+def softmax(x: Tensor, tile: SoftmaxTile, at_once: int, dim: int = 1, **changed: int) -> Tensor:
+    y = torch.empty_like(x)
+    launches = kernels.plan(x, (y,), dim, tile=tile, at_once=at_once)
+    assert launches is not None
+    run(launches, **changed)
+    return y
+
+
+def stats(x: Tensor, tile: SoftmaxTile, dim: int = 1) -> tuple[Tensor, Tensor]:
+    m, l_i = (torch.empty([1 if i == dim else n for i, n in enumerate(x.shape)], device=x.device) for _ in "ml")
+    launches = kernels.plan(x, (m, l_i), dim, tile=tile)
+    assert launches is not None
+    run(launches)
+    return m, l_i
+
+
+def layouts(device: torch.device) -> list[tuple[Tensor, int]]:
+    x = hostile(device)
+    beside = torch.empty(10, 216, device=device)[:, 3:208].copy_(x)  # rows that start at no multiple of 16 bytes
+    aligned = hostile(device, 208)
+    return [(x, 1), (beside, 1), (aligned, 1), (x.T.contiguous(), 0)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("at_once", [TOGETHER, APART])
+def test_any_split_is_the_whole(kernel_device: torch.device, tile: SoftmaxTile, at_once: int) -> None:  # noqa: F811
+    for x, dim in layouts(kernel_device):
+        y, wide = softmax(x, tile, at_once, dim), x.double()
+        seen = wide.amax(dim, keepdim=True) != -INF
+        expected = torch.where(seen, torch.softmax(wide, dim), 0.0)
+        # |ln p| eps from the exponent, which the split rounds in two parts, and a few eps of p
+        budget = 8 * EPS * (expected + torch.special.entr(expected)) + 4 * EPS * expected * 10
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert ((y.double() - expected).abs() <= budget).logical_or(expected.isnan()).all()
+
+
+@pytest.mark.parametrize("tile", [*TILES, SoftmaxTile(1, 16, 4, steps=3), SoftmaxTile(1, 16, 4, steps=99)], ids=str)
+def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile) -> None:  # noqa: F811
+    for x, dim in layouts(kernel_device):
+        m, l_i = stats(x, tile, dim)
+        m_whole = x.amax(dim, keepdim=True)
+        l_whole = torch.exp(x.double() - m_whole.double().where(m_whole != -INF, 0.0)).sum(dim, keepdim=True)
+        torch.testing.assert_close(m, m_whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(l_i.double(), l_whole, rtol=8 * EPS, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tile", TILES[2:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_waiting_giving_up_and_reading_twice_give_the_same_bits(
+    kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
+) -> None:  # fmt: skip
+    for x, dim in layouts(kernel_device):
+        x = x.to(dtype)
+        waited = softmax(x, tile, TOGETHER, dim)
+        for other in (softmax(x, tile, TOGETHER, dim, PATIENCE=0), softmax(x, tile, APART, dim)):
+            torch.testing.assert_close(other, waited, rtol=0, atol=0, equal_nan=True)
+
+
+def test_several_tiles_a_program_are_the_whole(kernel_device: torch.device) -> None:  # noqa: F811
+    x = torch.randn(3, 205, device=kernel_device)
+    y = softmax(x, SoftmaxTile(1, 16, 4, steps=3), APART)
+    torch.testing.assert_close(y, softmax(x, TILES[0], APART), rtol=16 * EPS, atol=0)
+
+
+def test_counts_are_zero_again(kernel_device: torch.device) -> None:  # noqa: F811
+    """What the next launch must find; so that a second launch with the same counts is right too."""
+    x, y = torch.randn(6, 205, device=kernel_device), torch.empty(6, 205, device=kernel_device)
+    m, l_i = torch.empty(2, 6, 1, device=kernel_device)
+    for results, at in (((y,), 4), ((m, l_i), 5)):
+        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4), at_once=TOGETHER)
+        (launch,) = launches
+        for _ in range(3):
+            results[0].fill_(NAN)
+            run(launches)
+            assert (launch.args[at][: launch.grid[0] // 4] == 0).all()
+            assert not results[0].isnan().any()
+
+
+def test_splits_are_whole_rows_and_no_more_parts_than_fit() -> None:
+    assert SoftmaxTile(1, 16384, 8).split(0) == (1, 1)
+    assert SoftmaxTile(1, 16384, 8).split(16385) == (2, 1)
+    for tile in (SoftmaxTile(1, 16384, 8), SoftmaxTile(32, 256, 8), SoftmaxTile(1, 8192, 8, steps=4)):
+        for cols in (1, 16384, 2**20 + 1, 2**24, 2**31 + 7):
+            splits, steps = tile.split(cols)
+            assert splits * tile.rows <= MOST_PARTS
+            assert (splits - 1) * steps * tile.cols < cols <= splits * steps * tile.cols
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_a_tile_hangs_on_the_row_alone(across: bool) -> None:
+    """The same plan of columns for one row and for a thousand: their number is no argument of the tile."""
+    target = Target("cuda", 90, "sm_90")
+    for cols in (1000, 40000, 2**20):
+        plans = []
+        for rows in (32, 1000):
+            x = torch.empty((cols, rows) if across else (rows, cols), dtype=torch.float16, device="meta")
+            launches = kernels.plan(x, (torch.empty_like(x),), 0 if across else 1, target)
+            plans.append([(launch.kernel, launch.kwargs) for launch in launches])
+        assert plans[0] == plans[1]
+        assert softmax_tile(cols, 2, target, across=across, keeps=True).cols == plans[0][0][1]["COLS"]
+
+
+@pytest.mark.slow
+def test_a_sum_over_two_to_the_24_elements(device: torch.device, interpreting: bool) -> None:
+    if interpreting:
+        pytest.skip("the interpreter takes minutes; tests/test_softmax.py has 2^20 elements")
+    x = torch.randn(2**24, generator=torch.Generator().manual_seed(0)).to(device)
+    for row in (x, torch.zeros_like(x)):
+        m, l_i = softmax_stats(row)
+        exact = torch.exp(row.double() - m.double()).sum().item()
+        assert abs(l_i.item() - exact) <= 8 * EPS * exact
+        assert abs(online_softmax(row).double().sum().item() - 1) <= 8 * EPS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ from flashattn_lite import tiled
 from flashattn_lite.errors import BackendError, value_error
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
+
+
+class Backend(Protocol):
+    """What every backend answers."""
+
+    name: str
+
+    def why_not(self, problem: AttentionProblem, target: Target) -> list[str]: ...
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 
 class Triton:
@@ -63,19 +75,19 @@ def check_backend(backend: object) -> None:
         )
 
 
-def reasons(problem: AttentionProblem) -> dict[str, list[str]]:
+def reasons(problem: AttentionProblem, backends: Sequence[Backend] = BACKENDS) -> dict[str, list[str]]:
     """For every backend, in order of preference, why it would not run this problem (empty: it would)."""
     target = targets.of(problem.device)
-    return {backend.name: backend.why_not(problem, target) for backend in BACKENDS}
+    return {backend.name: backend.why_not(problem, target) for backend in backends}
 
 
-def choose(problem: AttentionProblem, backend: str) -> Triton | Tiled:
+def choose(problem: AttentionProblem, backend: str, backends: Sequence[AnyBackend]) -> AnyBackend:
     """The named backend, or for "auto" the first without a reason against it. Never falls back from a name."""
     target = targets.of(problem.device)
-    for candidate in BACKENDS:
+    for candidate in backends:
         if backend in ("auto", candidate.name) and not candidate.why_not(problem, target):
             return candidate
-    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem).items())
+    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, backends).items())
     raise BackendError(
         f"backend: {backend!r} can't run this problem. By backend: {table}. Use 'auto', or one that would run."
     )
@@ -83,7 +95,7 @@ def choose(problem: AttentionProblem, backend: str) -> Triton | Tiled:
 
 def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> None:
     """Fills out and lse by the chosen backend."""
-    choose(problem, backend).forward(problem, inputs, out, lse, targets.of(problem.device))
+    choose(problem, backend, BACKENDS).forward(problem, inputs, out, lse, targets.of(problem.device))
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,6 @@ class Explanation:
 
 
 def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
-    chosen = choose(problem, backend)
+    chosen = choose(problem, backend, BACKENDS)
     target = targets.of(problem.device)
     return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem))

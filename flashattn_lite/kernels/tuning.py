@@ -82,3 +82,60 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
         else:
             config = replace(config, block_m=config.block_m // 2, num_warps=4)
     return config
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """The decoding kernels: rows and keys of a tile, keys of a split, splits of a span, warps, pipeline stages.
+
+    A launch whose spans alone give `enough` programs gives each a span, a smaller one a split; that touches no bits.
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    span: int
+    num_warps: int
+    num_stages: int
+    lanes: int = 16  # spans that a merging program folds at once: 32k keys, and 8 floats a thread
+    columns: int = 64  # of the output, a merging program: two programs a row at head dim 128
+    enough: int = 256  # programs: about two for each multiprocessor of the GPUs that we know
+
+
+# Bytes of K and V a tile. With three stages two tiles are on their way in each of two programs a multiprocessor: 128
+# KiB, four times what its share of the memory's speed times its latency asks for. Computed, not yet measured.
+DECODE_TILE_BYTES = 32 << 10
+# Keys of a split: 8 heads of 8k keys then make 256 programs, and a split's state is 3% of its K and V at head dim 128
+# with 4 rows. A span of 8 makes that 0.4% where there is enough to do without splitting finer. Not yet measured.
+SPLIT, SPAN = 256, 8
+
+
+def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
+    """The tile of the decoding kernels: a function of head dims, dtype, rows a key/value head, layout and GPU alone.
+
+    `vectorised`: rows of the cache can be read 16 bytes at a time.
+    """
+    rows = padded(problem.group * problem.len_q)
+    if target.interpreting:
+        # Small, so that small tests cross every border, and so that both ways to launch are taken.
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 4, 1, lanes=2, columns=16, enough=4)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    key_bytes = (dim + dim_v) * problem.dtype.itemsize
+    block_n = max(16, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
+    rows = min(rows, 64)
+    if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
+        return DecodeConfig(16, block_n, SPLIT, SPAN, 8, _stages(target, 2, block_n * key_bytes))
+    if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
+        return DecodeConfig(min(rows, 32), min(block_n, 64), SPLIT, SPAN, 2 if dim_v <= 128 else 4, 1)
+    # 64 rows need 8 warps for their two states, then one program fills a multiprocessor and wants more on its way. A
+    # table's entries take two stages before their keys.
+    stages = (5 if rows == 64 else 3) + (2 if paged else 0)
+    return DecodeConfig(
+        rows, block_n, SPLIT, SPAN, 8 if rows == 64 else 4, _stages(target, stages, block_n * key_bytes)
+    )
+
+
+def _stages(target: Target, most: int, tile_bytes: int) -> int:
+    """Up to `most` stages of K/V tiles, as fit on chip beside 32 KiB for Q, weights and the exchange between warps."""
+    limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    return max(1, min(most, (limit - (32 << 10)) // tile_bytes))

@@ -103,6 +103,17 @@ def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 
 @triton.jit
+def close(closes, m_s, l_s, acc_s, m_i, l_i, acc):
+    """Where `closes`, folds the open state (m_i, l_i, acc) into the closed one (m_s, l_s, acc_s) and empties it.
+
+    A choice and not a branch: Triton 3.6 can't pipeline a loop with a branch that yields tensors.
+    """
+    m_f, l_f, acc_f = fold(m_s, l_s, acc_s, m_i, l_i, acc)
+    m_s, l_s, acc_s = (tl.where(closes, m_f, m_s), tl.where(closes, l_f, l_s), tl.where(closes, acc_f, acc_s))
+    return m_s, l_s, acc_s, tl.where(closes, EMPTY_M, m_i), tl.where(closes, EMPTY_L, l_i), tl.where(closes, 0.0, acc)
+
+
+@triton.jit
 def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap,
            FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The state of these rows over the tiles first <= i < last. FINITE: from a V without its infinities and NaN."""
@@ -122,11 +133,8 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
         if FINITE:
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
-        # Closing a split is a choice and not a branch: Triton 3.6 can't pipeline a loop with a branch that yields.
         closes = (i + 1) % (T.SPLIT // T.BLOCK_N) == 0
-        m_f, l_f, acc_f = fold(m_s, l_s, acc_s, m_i, l_i, acc)
-        m_s, l_s, acc_s = (tl.where(closes, m_f, m_s), tl.where(closes, l_f, l_s), tl.where(closes, acc_f, acc_s))
-        m_i, l_i, acc = (tl.where(closes, EMPTY_M, m_i), tl.where(closes, EMPTY_L, l_i), tl.where(closes, 0.0, acc))
+        m_s, l_s, acc_s, m_i, l_i, acc = close(closes, m_s, l_s, acc_s, m_i, l_i, acc)
     return fold(m_s, l_s, acc_s, m_i, l_i, acc)
 
 
@@ -226,19 +234,21 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     h = tl.program_id(0) // blocks // rows % heads
     lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
 
-    # Parts that no row sees were not written. Lane n folds the spans n, n + LANES, ... of the sequence, split by split.
+    # Parts that no row sees were not written. Lane n folds the spans n, n + LANES, ... of the sequence, and first each
+    # span's splits where parts are splits: (m_i, l_i, acc) is the open span, (m_s, l_s, acc_s) the closed ones.
     part_lo = lo // T.SPLIT // part_splits
     part_hi = tl.cdiv(tl.cdiv(hi, T.SPLIT), part_splits)
     span_parts = T.SPAN // part_splits
-    offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
-    exists = (offs_d < T.HEAD_DIM_V)[None, :]
-    m_i = tl.full([T.LANES], EMPTY_M, tl.float32)
-    l_i = tl.full([T.LANES], EMPTY_L, tl.float32)
-    acc = tl.full([T.LANES, T.COLUMNS], 0.0, tl.float32)
-    if T.PDL:
-        tl.extra.cuda.gdc_wait()
     first = part_lo // span_parts // T.LANES * span_parts
     last = tl.cdiv(tl.cdiv(part_hi, span_parts), T.LANES) * span_parts
+    offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
+    exists = (offs_d < T.HEAD_DIM_V)[None, :]
+    m_s, m_i = (tl.full([T.LANES], EMPTY_M, tl.float32), tl.full([T.LANES], EMPTY_M, tl.float32))
+    l_s, l_i = (tl.full([T.LANES], EMPTY_L, tl.float32), tl.full([T.LANES], EMPTY_L, tl.float32))
+    acc = tl.full([T.LANES, T.COLUMNS], 0.0, tl.float32)
+    acc_s = tl.full([T.LANES, T.COLUMNS], 0.0, tl.float32)
+    if T.PDL:
+        tl.extra.cuda.gdc_wait()
     # Staged, although there is no dot: a whole span is asked for before its first split is waited for. Unrolled, ptxas
     # 12.8 put each load right before its fold.
     for i in tl.range(first, last, num_stages=T.SPAN + 1):
@@ -250,12 +260,13 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
         acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
         acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)
         m_i, l_i, acc = fold(m_i, l_i, acc, m_p, l_p, acc_p)
+        m_s, l_s, acc_s, m_i, l_i, acc = close((i + 1) % span_parts == 0, m_s, l_s, acc_s, m_i, l_i, acc)
 
     # The lanes are the scores of one more softmax, whose weights are theirs.
     empty_m, empty_l = (tl.full([1], EMPTY_M, tl.float32), tl.full([1], EMPTY_L, tl.float32))
-    m_i, _, _, weights = update(empty_m, empty_l, m_i[None, :], 1.0)  # [1], [1, LANES]
-    l_i = tl.sum(weights * l_i[None, :], 1)
-    acc = tl.sum(weigh(acc, tl.trans(weights)), 0)[None, :]  # [1, COLUMNS]
+    m_i, _, _, weights = update(empty_m, empty_l, m_s[None, :], 1.0)  # [1], [1, LANES]
+    l_i = tl.sum(weights * l_s[None, :], 1)
+    acc = tl.sum(weigh(acc_s, tl.trans(weights)), 0)[None, :]  # [1, COLUMNS]
     head = h * T.GROUP + r // len_q
     if F.sinks:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -47,8 +48,8 @@ def test_law(law: Any, device: torch.device) -> None:
 @pytest.mark.slow
 @NAMED
 def test_law_at_gpu_sizes(law: Any) -> None:
-    """More problems, and lengths of several spans."""
-    sizes = {"max_batch": 3, "max_heads": 8, "max_len": 4500, "max_dim": 256}
+    """More problems, and lengths of several splits."""
+    sizes = {"max_batch": 3, "max_heads": 2, "max_len": 1100, "max_dim": 256}
     check_decode(fa.attention_decode, laws=[law], n=4 * PROBLEMS, seed=1, device="cuda", **sizes)
 
 
@@ -250,7 +251,8 @@ def test_a_thousand_repeats_and_two_streams(rows):
 def test_no_call_waits_for_the_gpu():
     q, _, _, lens, k_pages, v_pages, table = paged()
     try:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # it is a prototype, torch says
+            torch.cuda.set_sync_debug_mode("error")
         fa.attention_decode(q, k_pages, v_pages, lens, block_table=table)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,7 +16,10 @@ from benchmarks.progress import Progress
 from benchmarks.provenance import DTYPES, PROBLEM, PROVENANCE, row_provenance, write_rows
 
 # Provider -> the module that starts its kernel, by plan(problem, inputs, out, lse, target).
-LAUNCHERS = {"flashattn_lite-triton": "flashattn_lite.kernels.attention_launch"}
+LAUNCHERS = {
+    "flashattn_lite": "flashattn_lite.kernels.attention_hopper_launch",
+    "flashattn_lite-triton": "flashattn_lite.kernels.attention_launch",
+}
 TAKEN = ("kernel", "tile", "warps", "registers", "stack_bytes", "shared_bytes", "blocks_per_sm", "occupancy")
 COLUMNS = (*PROVENANCE, "op", "provider", *PROBLEM, *TAKEN)
 BLOCKS = ("BLOCK_M", "BLOCK_N")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 import time
@@ -67,6 +68,18 @@ def _timed(call: Callable[[int], Any], count: int) -> list[float]:
     return [max(start.elapsed_time(end), 1e-3) for start, end in events]
 
 
+@functools.cache
+def nvml(index: int) -> tuple[Any, Any]:
+    """NVML and its handle of a GPU, (None, None) where it can't be had. Cached: it takes a second to start."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+    except Exception:
+        return None, None
+
+
 class Meter:
     """Reads the SM clock (MHz, every few milliseconds) and the card's energy counter over a block, if NVML can be had.
 
@@ -79,14 +92,7 @@ class Meter:
         self.megahertz: list[float] = []
         self.joules = self.seconds = 0.0
         self.done = threading.Event()
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.nvml: Any = pynvml
-            self.gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        except Exception:
-            self.nvml = None
+        self.nvml, self.gpu = nvml(torch.cuda.current_device())
 
     def __enter__(self) -> Meter:
         torch.cuda.synchronize()

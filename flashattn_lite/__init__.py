@@ -1,6 +1,7 @@
 """Fused attention: a drop-in for torch's function, a native call with every option, and the online softmax."""
 
 from flashattn_lite.api import attention, attention_varlen, explain, merge_attention
+from flashattn_lite.decode import attention_decode, explain_decode
 from flashattn_lite.sdpa import scaled_dot_product_attention
 from flashattn_lite.softmax import merge_softmax_stats, online_softmax, softmax_stats
 
@@ -8,8 +9,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "attention",
+    "attention_decode",
     "attention_varlen",
     "explain",
+    "explain_decode",
     "merge_attention",
     "merge_softmax_stats",
     "online_softmax",

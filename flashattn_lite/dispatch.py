@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +42,17 @@ class Hopper:
         from flashattn_lite.kernels import attention_hopper_launch
 
         return attention_hopper_launch.prepare(problem, inputs, out, lse, target)
+
+
+class Backend(Protocol):
+    """What every backend answers."""
+
+    name: str
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]: ...
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 
 class Triton:
@@ -82,8 +93,7 @@ class Tiled:
         return lambda inputs, out, lse: tiled.forward(problem, inputs, out, lse)
 
 
-Backend = Hopper | Triton | Tiled
-BACKENDS: tuple[Backend, ...] = (Hopper(), Triton(), Tiled())
+BACKENDS: tuple[Hopper | Triton | Tiled, ...] = (Hopper(), Triton(), Tiled())
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
 
 
@@ -94,19 +104,21 @@ def check_backend(backend: object) -> None:
         )
 
 
-def reasons(problem: AttentionProblem, inputs: Inputs) -> dict[str, list[str]]:
+def reasons(problem: AttentionProblem, inputs: Inputs, backends: Sequence[Backend] = BACKENDS) -> dict[str, list[str]]:
     """For every backend, in order of preference, why it would not run this problem (empty: it would)."""
     target = targets.of(problem.device)
-    return {backend.name: backend.why_not(problem, inputs, target) for backend in BACKENDS}
+    return {backend.name: backend.why_not(problem, inputs, target) for backend in backends}
 
 
-def choose(problem: AttentionProblem, inputs: Inputs, backend: str) -> Backend:
+def choose(problem: AttentionProblem, inputs: Inputs, backend: str, backends: Sequence[AnyBackend]) -> AnyBackend:
     """The named backend, or for "auto" the first without a reason against it. Never falls back from a name."""
     target = targets.of(problem.device)
-    for candidate in BACKENDS:
+    for candidate in backends:
         if backend in ("auto", candidate.name) and not candidate.why_not(problem, inputs, target):
             return candidate
-    table = "; ".join(f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, inputs).items())
+    table = "; ".join(
+        f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, inputs, backends).items()
+    )
     raise BackendError(
         f"backend: {backend!r} can't run this problem. By backend: {table}. Use 'auto', or one that would run."
     )
@@ -115,7 +127,7 @@ def choose(problem: AttentionProblem, inputs: Inputs, backend: str) -> Backend:
 def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, backend: str) -> Run:
     """What fills out and lse by the chosen backend, for these tensors and any others of the same metadata."""
     target = targets.of(problem.device)
-    return choose(problem, inputs, backend).prepare(problem, inputs, out, lse, target)
+    return choose(problem, inputs, backend, BACKENDS).prepare(problem, inputs, out, lse, target)
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,6 @@ class Explanation:
 
 
 def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
-    chosen = choose(problem, inputs, backend)
+    chosen = choose(problem, inputs, backend, BACKENDS)
     target = targets.of(problem.device)
     return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem, inputs))

@@ -19,17 +19,22 @@ def qkv(*, length=1000, dim=64, dtype=torch.bfloat16, heads=8, heads_kv=2, batch
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside other work"])
-@pytest.mark.parametrize("case", ["dense", "redone", "unaligned", "packed"])
-def test_a_thousand_repeats_give_the_same_bits(case, busy):
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, "triton") for case in ("dense", "redone", "unaligned", "packed")]
+    + [pytest.param(case, "hopper", marks=pytest.mark.hopper) for case in ("dense", "redone", "packed")],
+)
+def test_a_thousand_repeats_give_the_same_bits(case, backend, busy):
     q, k, v = qkv(dim=63 if case == "unaligned" else 64)
     if case == "redone":
         k[:, :, 500:] *= 50  # scores far above the reference of the first tiles
     if case == "packed":
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         cu = torch.tensor([0, 300, 301, 2000], dtype=torch.int32, device="cuda")
-        call = lambda: fa.attention_varlen(q, k, v, cu, cu, causal=True, max_seqlen_q=1699, max_seqlen_k=1699)
+        options = {"max_seqlen_q": 1699, "max_seqlen_k": 1699, "backend": backend}
+        call = lambda: fa.attention_varlen(q, k, v, cu, cu, causal=True, **options)
     else:
-        call = lambda: fa.attention(q, k, v, causal=case != "redone", backend="triton")
+        call = lambda: fa.attention(q, k, v, causal=case != "redone", backend=backend)
     first = call()
     other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
     different = torch.zeros((), device="cuda", dtype=torch.int64)

@@ -17,6 +17,7 @@ FLOORS = {
     "errors": 0,
     "problem": 0,
     "arguments": 0,
+    "arguments_decode": 0,
     "state": 1,
     "scores": 1,
     "target": 1,
@@ -39,11 +40,13 @@ FLOORS = {
     "kernels.attention_hopper": 2,
     "kernels.attention_hopper_launch": 2,
     "kernels.decode": 2,
+    "kernels.decode_launch": 2,
     "dispatch": 3,
     "calls": 4,
     "ops": 4,
     "softmax": 4,
     "api": 5,
+    "decode": 5,
     "sdpa": 6,
     "integrations": 6,
     "testing": 6,
@@ -52,10 +55,13 @@ FLOORS = {
 }
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after, the op runs calls; the Hopper kernel is cut along its roles.
+# named after, and what Triton can take is said by one launcher; the op runs calls; the Hopper kernel is cut along its
+# roles.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
+    ("arguments_decode", "arguments"),
+    ("arguments_decode", "errors"),
     ("scores", "state"),
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
@@ -68,6 +74,8 @@ NEIGHBOURS = {
     ("kernels.operands", "state"),
     ("ops", "calls"),
     ("kernels.softmax_launch", "kernels.softmax"),
+    ("kernels.decode_launch", "kernels.decode"),
+    ("kernels.decode_launch", "kernels.attention_launch"),
 }
 # Packages on one floor as a whole, whose files share their parts.
 SHARING = ("kernels.device", "integrations", "testing", "distributed")

@@ -415,6 +415,15 @@ def deliver(out, dst, o_buffer, task, write, mode, WG: gl.constexpr, F: gl.const
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers that each turn after ARRIVALS."""
+    all_of = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(all_of.index(i), count=ARRIVALS)
+    return all_of
+
+
 @gluon.jit(
     do_not_specialize=[
         "num_m",
@@ -440,7 +449,6 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     DTYPE: gl.constexpr = q_desc.dtype
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     STAGES: gl.constexpr = T.STAGES
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [T.STAGES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
@@ -452,27 +460,10 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)
     verdicts = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORDS)
     listed = gl.allocate_shared_memory(gl.int32, [LISTED, 1], WORDS)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [T.STAGES, 1], BARRIER)
-    slot_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    slot_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    settled = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    cleaned = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(slot_full.index(i), count=1)
-        mbarrier.init(slot_empty.index(i), count=CONSUMERS)
-    mbarrier.init(settled, count=CONSUMERS)
-    mbarrier.init(cleaned, count=CONSUMERS)
+    q_full, q_empty = barriers(CONSUMERS, 1), barriers(CONSUMERS, 1)
+    k_full, v_full, kv_empty = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    slot_full, slot_empty = barriers(2, 1), barriers(2, CONSUMERS)
+    settled, cleaned = barriers(1, CONSUMERS).index(0), barriers(1, CONSUMERS).index(0)
 
     rings = (q_s, k_s, v_s, o_s)
     bars = (q_full, q_empty, k_full, v_full, kv_empty, cleaned)

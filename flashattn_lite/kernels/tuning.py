@@ -22,13 +22,13 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One row of the Hopper kernel's table: warpgroups of 64 rows, keys a tile, stages, heads in a row tile."""
+    """One row of the Hopper kernel's table: warpgroups of 64 rows, keys a tile, stages of K and V, heads."""
 
     warpgroups: int
     block_n: int
     stages: int
     pack: int = 1
-    blocks: int = 1
+    blocks: int = 1  # a multiprocessor
 
 
 def padded(head_dim: int) -> int:
@@ -95,17 +95,36 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
     return config
 
 
+# sm_90a: (largest padded head dim, keys from which it serves full and causal, tile), the first that fits. Measured on
+# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s, causal and full, at
+# 512, 2k and 16k keys.
+#   64:  one consumer, 3 blocks a multiprocessor  247 387 484, 372 430 494   (two consumers  204 360 460, 342 425 468)
+#        three consumers                          179 367 571, 354 469 545
+#   128: two, 64 keys   274 548 680, 448 661 678   (128 keys  211 451 770, 372 557 736)
+#   256: two, 64 keys: what shared memory holds
+HOPPER_TILES = (
+    (64, (2048, 8192), HopperConfig(3, 64, 4)),
+    (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
+    (128, (4096, 4096), HopperConfig(2, 128, 2)),
+    (128, (0, 0), HopperConfig(2, 64, 4)),
+    (256, (0, 0), HopperConfig(2, 64, 2)),
+)
+PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
+
+
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:
-    """The tile of the Hopper attention kernel: a function of head dims, group, and the lengths where it says so."""
+    """The tile of the Hopper attention kernel.
+
+    A function of head dims, the number of query heads a K/V head, and of lengths in two places: the number of keys in
+    HOPPER_TILES (never for packed sequences, whose neighbours would then decide), and PACKED_ROWS.
+    """
     dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    if dim <= 64:
-        config = HopperConfig(3, 128, 2) if problem.len_k >= 4096 else HopperConfig(2, 128, 2)
-    elif dim <= 128:
-        config = HopperConfig(2, 128, 2)
-    else:
-        config = HopperConfig(2, 64, 2)
-    if problem.group > 1 and problem.len_q <= 32 * config.warpgroups:
-        config = replace(config, pack=min(64, 1 << (problem.group - 1).bit_length()))
+    keys = 0 if problem.features.varlen else problem.len_k
+    config = next(
+        tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[problem.features.right]
+    )
+    if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
+        config = replace(config, pack=1 << (problem.group - 1).bit_length())
     return config
 
 
@@ -158,3 +177,60 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
         return split
     rows = max(split.rows, SHORT_ELEMENTS // block)
     return SoftmaxTile(rows, block, min(max(rows * block // 1024, 4), 32))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """The decoding kernels: rows and keys of a tile, keys of a split, splits of a span, warps, pipeline stages.
+
+    A launch whose spans alone give `enough` programs gives each a span, a smaller one a split; that touches no bits.
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    span: int
+    num_warps: int
+    num_stages: int
+    lanes: int = 16  # spans that a merging program folds at once: 32k keys, and 8 floats a thread
+    columns: int = 64  # of the output, a merging program: two programs a row at head dim 128
+    enough: int = 256  # programs: about two for each multiprocessor of the GPUs that we know
+
+
+# Bytes of K and V a tile. With three stages two tiles are on their way in each of two programs a multiprocessor: 128
+# KiB, four times what its share of the memory's speed times its latency asks for. Computed, not yet measured.
+DECODE_TILE_BYTES = 32 << 10
+# Keys of a split: 8 heads of 8k keys then make 256 programs, and a split's state is 3% of its K and V at head dim 128
+# with 4 rows. A span of 8 makes that 0.4% where there is enough to do without splitting finer. Not yet measured.
+SPLIT_KEYS, SPAN_SPLITS = 256, 8
+
+
+def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
+    """The tile of the decoding kernels: a function of head dims, dtype, rows a key/value head, layout and GPU alone.
+
+    `vectorised`: rows of the cache can be read 16 bytes at a time.
+    """
+    rows = padded(problem.group * problem.len_q)
+    if target.interpreting:
+        # Small, so that small tests cross every border, and so that both ways to launch are taken.
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 4, 1, lanes=2, columns=16, enough=4)
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    key_bytes = (dim + dim_v) * problem.dtype.itemsize
+    block_n = max(16, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
+    rows = min(rows, 64)
+    if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
+        return DecodeConfig(16, block_n, SPLIT_KEYS, SPAN_SPLITS, 8, _stages(target, 2, block_n * key_bytes))
+    if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
+        return DecodeConfig(min(rows, 32), min(block_n, 64), SPLIT_KEYS, SPAN_SPLITS, 2 if dim_v <= 128 else 4, 1)
+    # 64 rows need 8 warps for their two states, then one program fills a multiprocessor and wants more on its way. A
+    # table's entries take two stages before their keys.
+    stages = (5 if rows == 64 else 3) + (2 if paged else 0)
+    return DecodeConfig(
+        rows, block_n, SPLIT_KEYS, SPAN_SPLITS, 8 if rows == 64 else 4, _stages(target, stages, block_n * key_bytes)
+    )
+
+
+def _stages(target: Target, most: int, tile_bytes: int) -> int:
+    """Up to `most` stages of K/V tiles, as fit on chip beside 32 KiB for Q, weights and the exchange between warps."""
+    limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    return max(1, min(most, (limit - (32 << 10)) // tile_bytes))

@@ -19,17 +19,20 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
+from flashattn_lite.testing.decoding import DECODE_FEATURES, DECODE_LAWS, last_tokens
 from flashattn_lite.testing.laws import ALL_LAWS, PACKED_LAWS, matches_oracle
 from flashattn_lite.testing.oracle import Expected, assert_close_to_oracle, expect
 
 __all__ = [
     "ALL_LAWS",
+    "DECODE_LAWS",
     "PACKED_LAWS",
     "Case",
     "Expected",
     "PackedCase",
     "assert_close_to_oracle",
     "check",
+    "check_decode",
     "check_packed",
     "expect",
     "matches_oracle",
@@ -96,6 +99,23 @@ def check_packed(
     known = FEATURES if features is None else frozenset(features)
     for law in laws:
         _ask(functools.partial(law, attention_varlen), packed_cases(features=known, **sizes), n, law, seed, shrink)
+
+
+def check_decode(
+    attention_decode: Callable[..., Any],
+    *,
+    n: int = 50,
+    laws: Sequence[Callable[..., None]] = DECODE_LAWS,
+    seed: int = 0,
+    shrink: bool = True,
+    **sizes: Any,
+) -> None:
+    """The same for decoding: `attention_decode` has flashattn_lite.attention_decode's signature; 1 to 16 query rows."""
+    from flashattn_lite.testing.strategies import cases
+
+    problems = cases(features=DECODE_FEATURES, **sizes).filter(lambda case: case.q.shape[2] > 0).map(last_tokens)
+    for law in laws:
+        _ask(functools.partial(law, attention_decode), problems, n, law, seed, shrink)
 
 
 def _ask(

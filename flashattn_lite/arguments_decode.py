@@ -1,0 +1,75 @@
+"""The door of attention_decode: few query rows, a cache or pages with their table, the length of every sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv
+from flashattn_lite.errors import type_error, value_error
+
+NAMES = ("q", "k_cache", "v_cache")
+MAX_ROWS = 16  # query tokens
+PAGE_SIZES = tuple(2**i for i in range(4, 31))  # keys; 16 is the shortest that a matrix instruction takes
+
+
+def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, block_table: object) -> None:
+    """q [B, Hq, L, D] with a cache [B, Hkv, S, D], or with pages [pages, Hkv, page_size, D] and a table [B, max_pages].
+
+    The table's values are read on the CPU only; a GPU clamps them into the cache.
+    """
+    if block_table is None:
+        check_dense(q, k_cache, v_cache, NAMES)
+    else:
+        check_qkv(q, k_cache, v_cache, NAMES, "(batch or pages, heads, length, head_dim)")
+    assert isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+    if not 1 <= q.shape[2] <= MAX_ROWS:
+        raise value_error("q", f"length must be from 1 to {MAX_ROWS}", q, "For other lengths call attention(kv_lens=).")
+    if not isinstance(kv_lens, Tensor):
+        raise type_error("kv_lens", "must be an int32 torch.Tensor", kv_lens, "torch.tensor(..., dtype=torch.int32).")
+    check_kv_lens(kv_lens, q, q.shape[0])
+    if block_table is not None:
+        _check_pages(k_cache, v_cache)
+        _check_table(block_table, q, k_cache)
+        assert isinstance(block_table, Tensor)
+        if block_table.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_entries(block_table, kv_lens, k_cache)
+
+
+def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
+    if v_cache.shape[0] != k_cache.shape[0]:
+        relation = f"must have as many pages as k_cache ({k_cache.shape[0]})"
+        raise value_error("v_cache", relation, v_cache, "Each key has one value.")
+    if v_cache.shape[2] != k_cache.shape[2]:
+        raise value_error(
+            "v_cache", f"page size must equal k_cache's ({k_cache.shape[2]})", v_cache, "Each key has one value."
+        )
+    if k_cache.shape[2] not in PAGE_SIZES:
+        relation = "page size (dim 2, with a block_table) must be a power of two from 16 up"
+        raise value_error("k_cache", relation, k_cache, "Lay the pages out as (pages, heads, page_size, head_dim).")
+
+
+def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
+    name = "block_table"
+    if not isinstance(table, Tensor):
+        raise type_error(name, "must be an int32 torch.Tensor or None", table, "torch.tensor(..., dtype=torch.int32).")
+    if table.dtype != torch.int32:
+        raise type_error(name, "dtype must be int32", table, "Cast it: .to(torch.int32).")
+    if table.device != q.device:
+        relation = f"must be on the device of the queries ({q.device})"
+        raise value_error(name, relation, table, "Move it with .to(device).")
+    if table.dim() != 2 or table.shape[0] != q.shape[0]:
+        relation = f"must have shape (batch, max_pages) = ({q.shape[0]}, any)"
+        raise value_error(name, relation, table, "One row of page numbers per sequence.")
+    if k_cache.shape[0] == 0 and table.shape[1] != 0:
+        raise value_error("k_cache", "must have at least one page for a block_table to name", k_cache, "Add a page.")
+
+
+def _check_entries(table: Tensor, kv_lens: Tensor, k_cache: Tensor) -> None:
+    pages, page_size = k_cache.shape[0], k_cache.shape[2]
+    used = torch.arange(table.shape[1]) * page_size < kv_lens.unsqueeze(1)
+    wrong = used & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        b, i = wrong.nonzero()[0].tolist()
+        relation = f"entries that kv_lens reaches must be from 0 to {pages - 1}, the pages of k_cache"
+        raise value_error(f"block_table[{b}, {i}]", relation, int(table[b, i]), "Entries past the length may be any.")

@@ -1,0 +1,254 @@
+"""Decoding: attention of a few last tokens over a cache, contiguous or paged; its backends, its op, its public call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_lite import arguments, arguments_decode, dispatch, ops, tiled
+from flashattn_lite import target as targets
+from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.target import Target
+
+Window = tuple[int | None, int | None]
+
+
+class SplitTriton:
+    """The split-KV kernels. Their module imports Triton, so it is imported when first needed."""
+
+    name = "triton"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        if target.triton:
+            return [target.triton]
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.why_not(problem, target)
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.config_of(problem, inputs, target, table is not None)
+
+    def forward(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    ) -> None:
+        from flashattn_lite.kernels import decode_launch
+
+        decode_launch.launch(problem, inputs, table, out, lse, target)
+
+
+class Tiled:
+    """Plain torch on any device. Pages are gathered for one sequence at a time, so that memory stays linear."""
+
+    name = "tiled"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        return []
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
+        return tiled.tile_of(problem)
+
+    def forward(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    ) -> None:
+        if table is None:
+            tiled.forward(problem, inputs, out, lse)
+            return
+        assert inputs.kv_lens is not None
+        pages, page_size, count = inputs.k.shape[0], inputs.k.shape[2], table.shape[1]
+        keys = max(page_size, tiled.tile_of(problem).keys)  # whole tiles: then a page size has no say in the bits
+        for b in range(problem.batch):
+            if table.device.type == "cpu":  # only there may the host know the length
+                count = min(table.shape[1], -(-max(0, int(inputs.kv_lens[b])) // keys) * (keys // page_size))
+            entries = table[b, :count].long().clamp(0, max(0, pages - 1))
+            # [1, Hkv, keys, D]
+            k, v = (x.transpose(0, 1).index_select(1, entries).flatten(1, 2)[None] for x in (inputs.k, inputs.v))
+            one = slice(b, b + 1)
+            alone = Inputs(inputs.q[one], k, v, sinks=inputs.sinks, kv_lens=inputs.kv_lens[one])
+            tiled.forward(replace(problem, batch=1, len_k=k.shape[2]), alone, out[one], lse[one])
+
+
+BACKENDS: tuple[SplitTriton | Tiled, ...] = (SplitTriton(), Tiled())
+
+
+def problem_of(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    table: Tensor | None,
+    sinks: Tensor | None,
+    *numbers: Any,
+) -> tuple[Inputs, AttentionProblem]:
+    """Inputs and problem from arguments in the order of the op's schema; len_k is the capacity of a sequence."""
+    inputs = Inputs(q, k_cache, v_cache, sinks=sinks, kv_lens=kv_lens)
+    causal, left, right, scale, softcap = numbers
+    problem = describe(
+        inputs, causal=causal, q_start=None, window_left=left, window_right=right, scale=scale, softcap=softcap
+    )
+    return inputs, problem if table is None else replace(problem, len_k=table.shape[1] * k_cache.shape[2])
+
+
+@torch.library.custom_op(
+    "flashattn_lite::attention_decode",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table, Tensor? sinks, "
+    "bool causal, SymInt? window_left, SymInt? window_right, float scale, float? softcap, str backend) "
+    "-> (Tensor, Tensor)",
+)
+def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked arguments."""
+    *given, backend = args
+    inputs, problem = problem_of(*given)
+    out, lse = ops.allocate(problem, inputs)
+    chosen = dispatch.choose(problem, inputs, backend, BACKENDS)
+    chosen.forward(problem, inputs, given[4], out, lse, targets.of(problem.device))
+    return out, lse
+
+
+@attention_decode_op.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, problem = problem_of(*args[:-1])
+    return ops.allocate(problem, inputs)
+
+
+def _backward(*_: Any) -> None:
+    raise NotImplementedError(
+        "attention_decode: has no gradient; got a backward pass through it. Call attention(q, k, v, kv_lens=...), "
+        "which has one, or decode under torch.no_grad()."
+    )
+
+
+attention_decode_op.register_autograd(_backward)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""`attention` of the last few tokens of each sequence over its cache, at the cost of reading that cache once.
+
+    For each sequence b, query head h and token i, over the keys j < kv_lens[b] that are visible to it:
+
+        scores_j = q_i . k_j * scale        then softcap * tanh(scores_j / softcap)
+        lse      = log(sum_j exp(scores_j) + exp(sinks_h)),     out = sum_j exp(scores_j - lse) v_j
+
+    Args:
+        q: `(B, Hq, L, D)`, float16, bfloat16, float32 (float64 on the tiled backend), any strides; L from 1 to 16.
+            Token i of sequence b stands at position `kv_lens[b] - L + i`: its own key is in the cache already.
+        k_cache: `(B, Hkv, S_max, D)`, or pages `(pages, Hkv, page_size, D)`; q's dtype and device, any strides. Hq is a
+            multiple of Hkv. A page size is a power of two from 16 up.
+        v_cache: as k_cache, with a head dim Dv of its own; D and Dv from 1 to 256.
+        kv_lens: `(B,)` int32 on q's device, never read by the host on a GPU: keys from `kv_lens[b]` on do not exist,
+            whatever lies there. Clamped to what the cache holds.
+        block_table: `(B, max_pages)` int32 on q's device: key j of sequence b is row `j % page_size` of page
+            `block_table[b, j // page_size]`. Entries past the length may hold anything. The others are checked on
+            the CPU; a GPU clamps them into the cache: a wrong table gives a wrong result, never an access outside.
+        causal: token i sees keys up to its own position. False: all of kv_lens[b].
+        window: `(left, right)`: only keys from `left` before to `right` behind that position; None is unbounded.
+        scale: default `1 / sqrt(D)`.
+        softcap: in units of scaled scores, greater than 0.
+        sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
+        return_lse: also return lse.
+        backend: "auto", or "triton", "tiled": that one runs or a `BackendError` says why not.
+
+    Returns:
+        out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.
+        A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
+
+    Numerics: as `attention`, at the running maximum. A row's bits do not depend on the batch, its place in it, the
+    other rows, or where its pages lie. Lengths and tables may change between replays of a CUDA graph: what is captured
+    depends on shapes alone. No gradient: a backward pass raises.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.
+
+    Source: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023); pages: Kwon et al., PagedAttention, arXiv 2309.06180.
+
+    Example:
+        >>> q = torch.randn(2, 8, 1, 64); k = v = torch.randn(10, 2, 16, 64)
+        >>> lens = torch.tensor([40, 5], dtype=torch.int32)
+        >>> table = torch.tensor([[7, 0, 3], [9, -1, -1]], dtype=torch.int32)
+        >>> attention_decode(q, k, v, lens, block_table=table).shape
+        torch.Size([2, 8, 1, 64])
+    """
+    options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
+    out, lse = attention_decode_op(q, k_cache, v_cache, kv_lens, block_table, sinks, *options, backend)
+    return (out, lse) if return_lse else out
+
+
+def explain_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> dispatch.Explanation:
+    """Which backend and tile `attention_decode` would run with these arguments, and why not the others.
+
+    Args:
+        As `attention_decode`. Nothing is computed.
+
+    Returns:
+        An `Explanation`, as `explain` returns it.
+
+    Raises:
+        What `attention_decode` would raise for these arguments.
+
+    Example:
+        >>> x = torch.randn(1, 2, 1, 16)
+        >>> explain_decode(x, x, x, torch.ones(1, dtype=torch.int32), backend="tiled").backend
+        'tiled'
+    """
+    options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
+    inputs, problem = problem_of(q, k_cache, v_cache, kv_lens, block_table, sinks, *options)
+    chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)
+    tile = chosen.tile(problem, inputs, block_table, target)
+    return dispatch.Explanation(chosen.name, tile, target, dispatch.reasons(problem, inputs, BACKENDS))
+
+
+def _checked(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    block_table: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str,
+) -> tuple[Any, ...]:
+    """The number options in the op's order, defaults filled in, once every argument has passed the door."""
+    arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
+    arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
+    arguments.check_sinks(sinks, q)
+    dispatch.check_backend(backend)
+    left, right = window or (None, None)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return causal, left, right, scale, None if softcap is None else float(softcap)

@@ -1,0 +1,75 @@
+"""The Hopper kernel compiles for sm_90a without a GPU, keeps its loop out of memory, and serves every length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+from benchmarks.offline import GPUS, attention_plan, attention_problem, compiled, usage  # noqa: E402
+from flashattn_lite import target as targets  # noqa: E402
+from flashattn_lite.kernels import attention_hopper_launch, tuning  # noqa: E402
+
+pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
+
+# name: (head dim, head dim of v, dtype, options). Between them every feature, head dim and tile.
+CASES = {
+    "64": (64, 64, torch.bfloat16, {}),
+    "64 causal, long": (64, 64, torch.float16, {"causal": True, "rows": 8192}),
+    "128 causal": (128, 128, torch.bfloat16, {"causal": True}),
+    "128 long": (128, 128, torch.bfloat16, {"rows": 4096}),
+    "256": (256, 256, torch.float16, {"causal": True}),
+    "192, 128": (192, 128, torch.bfloat16, {"causal": True}),
+    "everything": (80, 40, torch.bfloat16, {"causal": True, "window": (9, None), "softcap": 30.0, "mask": "float",
+                                           "sinks": True, "kv_lens": True}),
+    "bool mask": (128, 128, torch.float16, {"mask": "bool"}),
+    "packed sequences": (128, 128, torch.bfloat16, {"causal": True, "varlen": True, "sinks": True}),
+}  # fmt: skip
+# Bytes of stack a thread: numbers that a tile computes once, and what rows that are done again need. The loop over the
+# whole tiles has at most a few loads of them, at the speeds of docs/performance.md.
+STACK_LIMIT = 300
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles_and_keeps_its_registers(case):
+    head_dim, head_dim_v, dtype, options = CASES[case]
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
+    kernel = compiled("sm_90", plan)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "setmaxnreg" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 227 << 10
+    assert usage(kernel).stack <= STACK_LIMIT
+
+
+def test_lengths_do_not_recompile():
+    """The compiled kernel of one length, batch and number of heads serves any other that takes the same tile."""
+    hashes = set()
+    for rows, heads in ((1, 1), (16, 4), (17, 3), (2000, 16)):
+        options = {"causal": True, "q_start": rows, "scale": 1 / rows, "rows": rows, "heads": heads}
+        plan = attention_plan(attention_hopper_launch.plan, "sm_90", 64, 64, torch.float16, **options)
+        hashes.add(compiled("sm_90", plan).hash)
+    assert len(hashes) == 1
+
+
+def test_a_call_keeps_no_tensor_alive():
+    inputs, problem = attention_problem(
+        64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {"causal": True}
+    )
+    out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
+    call = attention_hopper_launch.prepare(problem, inputs, out, lse, GPUS["sm_90"][1])
+    assert all(descriptor.base is None for descriptor in call.descriptors)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 100])
+@pytest.mark.parametrize("rows", [1, 40, 5000])
+def test_every_problem_has_a_tile_that_fits(dim, group, rows):
+    _, problem = attention_problem(
+        dim, dim, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": True}
+    )
+    config = tuning.hopper_tile(problem)
+    tile = attention_hopper_launch.tile_of(problem, config)
+    row_bytes = 64 * tile.WARPGROUPS * (tile.BLOCK_D + (0 if tile.O_OVER_Q else tile.BLOCK_DV)) * 2
+    shared = row_bytes + tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV) * 2 + 4096
+    assert shared * config.blocks <= 227 << 10
+    assert tile.PACK == 1 or tile.GROUP <= tile.PACK <= 64

@@ -1,0 +1,89 @@
+"""The decoding kernels compile without a GPU, for every GPU family that we name, in pipelines and without spills."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+
+from flashattn_lite import decode  # noqa: E402
+from flashattn_lite import target as targets  # noqa: E402
+from flashattn_lite.kernels import decode_launch  # noqa: E402
+from tests.test_compile_offline import GPUS, compile_for, spilled_bytes  # noqa: E402, F401
+
+pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+# Bytes of stack a thread, where not 0. Those cases have 255 registers for two passes, of which the second is the rare
+# careful one; without it the same tiles have no stack.
+STACK_LIMIT = {"wide": 112, "wide, 64 rows": 160, "16 tokens": 96, "everything": 40, "float32": 8}
+# name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
+CASES = {
+    "one token": (8, 1, 128, 128, BF16, {}),
+    "paged": (8, 1, 128, 128, BF16, {"paged": True}),
+    "16 tokens": (8, 16, 128, 128, BF16, {}),
+    "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
+    "everything": (8, 5, 80, 40, BF16, {"window": (9, 3), "softcap": 30.0, "sinks": True, "paged": True}),
+    "wide": (8, 4, 256, 256, FP16, {"window": (64, None)}),
+    "wide, 64 rows": (8, 16, 256, 256, FP16, {}),
+    "unaligned": (8, 16, 33, 7, FP16, {}),
+    "float32": (4, 2, 128, 128, FP32, {}),
+}
+
+
+def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.dtype, options: dict) -> tuple:
+    options = dict(options)
+    batch, paged = 2, options.pop("paged", False)
+    q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
+    k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else 512, d, dtype=dtype) for d in (dim, dim_v))
+    table = torch.zeros(batch, 16, dtype=torch.int32) if paged else None
+    sinks = torch.zeros(heads) if options.pop("sinks", False) else None
+    left, right = options.pop("window", (None, None))
+    lens = torch.tensor([512, 100], dtype=torch.int32)
+    numbers = (True, left, right, 1 / math.sqrt(dim), options.pop("softcap", None))
+    inputs, problem = decode.problem_of(q, k, v, lens, table, sinks, *numbers)
+    out, lse = torch.empty(batch, heads, tokens, dim_v, dtype=dtype), torch.empty(batch, heads, tokens)
+    return decode_launch.plan(problem, inputs, table, out, lse, GPUS[gpu][1])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "case"),
+    [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in ("one token", "everything", "wide")],
+)
+def test_decode_compiles(compile_for, gpu, case):  # noqa: F811
+    for plan, name in zip(plans(gpu, *CASES[case]), ("partial_kernel", "merge_kernel"), strict=True):
+        kernel = compile_for(gpu, plan)
+        assert kernel.metadata.shared <= SHARED[gpu]
+        code = kernel.asm["amdgcn" if gpu == "gfx942" else "ptx"]
+        assert name in code
+        assert ("griddepcontrol" in code) == (gpu in ("sm_90", "sm_100"))
+        if gpu == "sm_90":
+            assert spilled_bytes(kernel) <= STACK_LIMIT.get(case, 0)
+
+
+@pytest.mark.parametrize("case", ["one token", "paged", "16 tokens", "wide, 64 rows", "everything"])
+def test_keys_and_values_are_copied_ahead_in_16_bytes(compile_for, case):  # noqa: F811
+    """Asynchronous copies straight to shared memory, and never a plain load of K or V in their stead."""
+    ptx = compile_for("sm_90", plans("sm_90", *CASES[case])[0]).asm["ptx"]
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)) >= 16
+    waits = [int(pending) for pending in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
+    assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed
+
+
+def test_lengths_batch_and_way_do_not_recompile(compile_for):  # noqa: F811
+    """One pair of kernels serves all batches and capacities, whether a program takes a split or a span."""
+    hashes = set()
+    for batch, capacity in ((1, 100), (1, 5000), (64, 8192), (3, 2**20)):
+        q = torch.empty(batch, 8, 1, 128, dtype=BF16, device="meta")
+        k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
+        lens = torch.empty(batch, dtype=torch.int32, device="meta")
+        inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
+        out, lse = torch.empty_like(q), torch.empty(batch, 8, 1, device="meta")
+        both = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
+        hashes.add(tuple(compile_for("sm_90", plan).hash for plan in both))
+    assert len(hashes) == 1

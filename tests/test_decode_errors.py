@@ -1,0 +1,104 @@
+"""Bad input to attention_decode is refused at the door, in the words of the other errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.errors import BackendError
+
+Q, K, V = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 6)
+LENS = torch.tensor([5, 32], dtype=torch.int32)
+PAGES_K, PAGES_V = torch.randn(5, 2, 16, 8), torch.randn(5, 2, 16, 6)
+TABLE = torch.tensor([[4, -1], [2, 0]], dtype=torch.int32)
+
+
+def call(**changes):
+    arguments = {"q": Q, "k_cache": K, "v_cache": V, "kv_lens": LENS, **changes}
+    return lambda: fa.attention_decode(**arguments)
+
+
+def paged(**changes):
+    return call(**{"k_cache": PAGES_K, "v_cache": PAGES_V, "block_table": TABLE, **changes})
+
+
+# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
+REFUSED = {
+    "no queries": (call(q=Q[:, :, :0]), ValueError, "q: length must be from 1 to 16; got a tensor of shape (2, 4, 0, 8), "
+                   "float32, on cpu. For other lengths call attention(kv_lens=)."),
+    "many queries": (call(q=torch.zeros(2, 4, 17, 8)), ValueError, "q: length must be from 1 to 16; got a tensor of "
+                     "shape (2, 4, 17, 8)"),
+    "rank": (call(k_cache=K[0]), ValueError, "k_cache: must have 4 dimensions (batch, heads, length, head_dim); got"),
+    "dtypes": (call(v_cache=V.half()), TypeError, "v_cache: dtype must equal q's (float32); got a tensor of shape"),
+    "head dims": (call(k_cache=K[..., :4]), ValueError, "k_cache: head dim must equal q's (8); got a tensor of shape"),
+    "batch": (call(k_cache=K[:1]), ValueError, "k_cache: batch must equal q's (2); got a tensor of shape (1, 2, 32, 8)"),
+    "lengths": (call(v_cache=V[:, :, :9]), ValueError, "v_cache: length must equal k_cache's (32); got a tensor of"),
+    "groups": (call(q=Q[:, :3]), ValueError, "q: number of heads must be a multiple of k_cache's (2); got a tensor of"),
+    "no lens": (call(kv_lens=None), TypeError, "kv_lens: must be an int32 torch.Tensor; got None. torch.tensor(..., "
+                "dtype=torch.int32)."),
+    "lens dtype": (call(kv_lens=LENS.long()), TypeError, "kv_lens: dtype must be int32; got a tensor of shape (2,), "
+                   "int64, on cpu. Cast it: .to(torch.int32)."),
+    "lens shape": (call(kv_lens=LENS[:1]), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
+    "window": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0)."),
+    "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
+    "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. A mask goes into mask=."),
+    "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),
+    "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'triton', 'tiled'; got 'split'."),
+    "pages": (paged(v_cache=PAGES_V[:4]), ValueError, "v_cache: must have as many pages as k_cache (5); got a tensor of "
+              "shape (4, 2, 16, 6), float32, on cpu. Each key has one value."),
+    "page sizes": (paged(v_cache=PAGES_V[:, :, :8]), ValueError, "v_cache: page size must equal k_cache's (16); got a "
+                   "tensor of shape (5, 2, 8, 6)"),
+    "small pages": (paged(k_cache=PAGES_K[:, :, :8], v_cache=PAGES_V[:, :, :8]), ValueError, "k_cache: page size (dim 2, "
+                    "with a block_table) must be a power of two from 16 up; got a tensor of shape (5, 2, 8, 8)"),
+    "odd pages": (paged(k_cache=K.flatten(1, 2)[:, None, :24], v_cache=V.flatten(1, 2)[:, None, :24]), ValueError,
+                  "k_cache: page size (dim 2, with a block_table) must be a power of two from 16 up; got"),
+    "no pages": (paged(k_cache=PAGES_K[:0], v_cache=PAGES_V[:0]), ValueError, "k_cache: must have at least one page for "
+                 "a block_table to name; got a tensor of shape (0, 2, 16, 8), float32, on cpu. Add a page."),
+    "table kind": (paged(block_table=[[0]]), TypeError, "block_table: must be an int32 torch.Tensor or None; got [[0]]."),
+    "table dtype": (paged(block_table=TABLE.long()), TypeError, "block_table: dtype must be int32; got a tensor of shape "
+                    "(2, 2), int64, on cpu. Cast it: .to(torch.int32)."),
+    "table device": (paged(block_table=TABLE.to("meta")), ValueError, "block_table: must be on the device of the queries "
+                     "(cpu); got a tensor of shape (2, 2), int32, on meta. Move it with .to(device)."),
+    "table shape": (paged(block_table=TABLE[0]), ValueError, "block_table: must have shape (batch, max_pages) = (2, any);"
+                    " got a tensor of shape (2,), int32, on cpu. One row of page numbers per sequence."),
+    "table entry": (paged(block_table=TABLE + 1), ValueError, "block_table[0, 0]: entries that kv_lens reaches must be "
+                    "from 0 to 4, the pages of k_cache; got 5. Entries past the length may be any."),
+    "negative entry": (paged(kv_lens=LENS + 15), ValueError, "block_table[0, 1]: entries that kv_lens reaches must be "
+                       "from 0 to 4, the pages of k_cache; got -1."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_these_words(name):
+    run, error, text = REFUSED[name]
+    with pytest.raises(error, match=re.escape(text)):
+        run()
+
+
+def test_nothing_is_launched_for_bad_input(monkeypatch):
+    """The door comes before the op: a refused call never reaches a backend."""
+    reached = []
+    monkeypatch.setattr("flashattn_lite.dispatch.choose", lambda *args: reached.append(args))
+    for run, error, _ in REFUSED.values():
+        with pytest.raises(error):
+            run()
+    assert not reached
+
+
+def test_a_named_backend_never_falls_back():
+    doubles = [x.double() for x in (Q, K, V)]
+    words = r"backend: 'triton' can't run this problem. By backend: triton: .*(float64|triton).*; tiled: would run"
+    with pytest.raises(BackendError, match=words):
+        fa.attention_decode(*doubles, LENS, backend="triton")
+
+
+def test_explain_says_what_runs_and_why_not():
+    explanation = fa.explain_decode(Q, PAGES_K, PAGES_V, LENS, block_table=TABLE, backend="tiled")
+    assert explanation.backend == "tiled"
+    assert explanation.reasons["tiled"] == []
+    assert "tiled on cpu" in str(explanation)
+    with pytest.raises(ValueError, match="scale: must be finite"):
+        fa.explain_decode(Q, K, V, LENS, scale=float("nan"))

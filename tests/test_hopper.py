@@ -1,0 +1,115 @@
+"""The Hopper kernel alone: the laws, rows that must be done again, more tiles than one look takes."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference
+from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, check, check_packed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+PROBLEMS = int(os.environ.get("LAW_PROBLEMS", "10"))  # a law
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def in_pieces(x: Tensor) -> Tensor:
+    """x with zeros after its head dim, up to the 16-byte pieces that the kernel takes."""
+    return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()
+
+
+def hopper(function: Any) -> Any:
+    """attention or attention_varlen by this kernel, for any head dim; empty problems are for others."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float | None = None, **options: Any) -> Any:
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        backend = "auto" if min(q.numel(), k.numel(), v.numel()) == 0 else "hopper"
+        options = {**options, "scale": scale, "backend": backend}
+        result = function(in_pieces(q), in_pieces(k), in_pieces(v), *args, **options)
+        if isinstance(result, tuple):
+            return result[0][..., : v.shape[-1]], result[1]
+        return result[..., : v.shape[-1]]
+
+    return call
+
+
+@pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.__name__)
+def test_law(law: Any) -> None:
+    sizes = {"max_batch": 2, "max_heads": 4, "max_len": 300, "max_dim": 256}
+    check(hopper(fa.attention), laws=[law], n=3 * PROBLEMS, device="cuda", dtypes=HALVES, **sizes)
+
+
+@pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)
+def test_packed_law(law: Any) -> None:
+    check_packed(hopper(fa.attention_varlen), laws=[law], n=PROBLEMS, device="cuda", dtypes=HALVES)
+
+
+GROWTH = {
+    "from tile to tile by little": lambda s: torch.linspace(1, 12, s),
+    "by 1e4": lambda s: torch.linspace(0, 1e4, s),
+    "an outlier late": lambda s: torch.where(torch.arange(s) == s - 200, 60.0, 1.0),
+    "a sink": lambda s: torch.where(torch.arange(s) == 0, 60.0, 1.0),
+    "everywhere past exact references": lambda s: torch.full((s,), 1e8),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_far_above_the_reference(dtype, dim, growth, causal):
+    """Rows whose first tiles say little about the others; most fail the first time in most of these."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 1500, dim, device="cuda") for _ in range(3))
+    factor = GROWTH[growth](1500).to("cuda")[:, None]
+    if dtype == torch.float16:
+        factor = factor.clamp(max=1e3)
+    q, k, v = (x.to(dtype) for x in (q, k * factor, v))
+    out, lse = fa.attention(q, k, v, causal=causal, return_lse=True, backend="hopper")
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), causal=causal, return_lse=True)
+    eager = attention_reference(q, k, v, causal=causal)
+    budget = 2 * (eager.double() - exact).abs().max() + 4 * torch.finfo(dtype).eps
+    assert (out.double() - exact).abs().max() <= budget
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-6)
+
+
+def test_more_tiles_than_one_look_takes():
+    """Over 512 row tiles a multiprocessor, some with rows to do again: a second sweep follows the first."""
+    heads = torch.cuda.get_device_properties(0).multi_processor_count * 3 * 520 // 64
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(64, heads, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    clean = fa.attention(q, k, v, causal=True, backend="hopper")
+    v[::7, ::5, 4] = float("nan")
+    out = fa.attention(q, k, v, causal=True, backend="hopper")
+    assert torch.equal(out[..., :4, :], clean[..., :4, :])
+    assert out[::7, ::5, 4:].isnan().all()
+    assert torch.equal(out[1::7], clean[1::7])
+    exact = attention_reference(*(x[:2].double() for x in (q, k, v)), causal=True)
+    torch.testing.assert_close(out[1].double(), exact[1], atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("group", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("length", [1, 3, 17, 32])
+def test_packed_heads_compute_the_same(group, length):
+    """The query heads of one key/value head in one tile, also where their number is no power of two."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 2 * group, length, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, lse = fa.attention(q, k, v, causal=True, return_lse=True, backend="hopper")
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), causal=True, return_lse=True)
+    torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-6)
+
+
+def test_shapes_that_it_does_not_take_say_why():
+    x = torch.zeros(1, 1, 4, 20, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(fa.BackendError, match=r"rows of whole 16-byte pieces.*head dim 20"):
+        fa.attention(x, x, x, backend="hopper")
+    assert fa.explain(x, x, x).backend == "triton"

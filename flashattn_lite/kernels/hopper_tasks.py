@@ -37,6 +37,11 @@ class HopperTile:
     O_OVER_Q: bool  # O leaves through Q's buffer
     LIMIT: float  # of l_i, so that no p has left its dtype's range
 
+    @property
+    def BLOCK_M(self) -> int:
+        """Rows of a tile, for those who read it."""
+        return 64 * self.WARPGROUPS
+
 
 class Sizes(NamedTuple):
     """What a launch is made of; heads are query heads, or key/value heads where they are packed."""

@@ -248,7 +248,7 @@ def _checked(
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
-    dispatch.check_backend(backend)
+    dispatch.check_backend(backend, BACKENDS)
     left, right = window or (None, None)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     return causal, left, right, scale, None if softcap is None else float(softcap)

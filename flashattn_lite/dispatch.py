@@ -94,13 +94,13 @@ class Tiled:
 
 
 BACKENDS: tuple[Hopper | Triton | Tiled, ...] = (Hopper(), Triton(), Tiled())
-NAMES = ("auto", *(backend.name for backend in BACKENDS))
 
 
-def check_backend(backend: object) -> None:
-    if backend not in NAMES:
+def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> None:
+    names = ("auto", *(candidate.name for candidate in backends))
+    if backend not in names:
         raise value_error(
-            "backend", f"must be one of {', '.join(map(repr, NAMES))}", backend, "explain() compares them."
+            "backend", f"must be one of {', '.join(map(repr, names))}", backend, "explain() compares them."
         )
 
 

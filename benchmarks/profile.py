@@ -20,6 +20,7 @@ LAUNCHERS = {
     "flashattn_lite": "flashattn_lite.kernels.attention_hopper_launch",
     "flashattn_lite-triton": "flashattn_lite.kernels.attention_launch",
 }
+ONLY_ON = {"flashattn_lite": "sm_90"}  # elsewhere it is the portable kernel
 TAKEN = ("kernel", "tile", "warps", "registers", "stack_bytes", "shared_bytes", "blocks_per_sm", "occupancy")
 COLUMNS = (*PROVENANCE, "op", "provider", *PROBLEM, *TAKEN)
 BLOCKS = ("BLOCK_M", "BLOCK_N")
@@ -59,6 +60,8 @@ def profile(gpu: str, cells: Sequence[Cell], hidden: int) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     plans = []
     for provider, module in LAUNCHERS.items():
+        if ONLY_ON.get(provider, gpu) != gpu:
+            continue
         planner = importlib.import_module(module).plan
         seen = set()
         for dtype, dim, causal, length in cells:

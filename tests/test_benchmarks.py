@@ -64,8 +64,10 @@ def test_the_profile_has_a_row_for_each_kernel(tmp_path):
     attention.main(["--profile", *cells])
     with (tmp_path / "a_profile.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["causal"], row["tile"], row["blocks_per_sm"]) for row in rows] == [
-        ("True", "128x64", "2"),
-        ("False", "128x64", "2"),
+    assert [(row["provider"], row["causal"], row["tile"], row["blocks_per_sm"]) for row in rows] == [
+        ("flashattn_lite", "True", "64x64", "3"),
+        ("flashattn_lite", "False", "64x64", "3"),
+        ("flashattn_lite-triton", "True", "128x64", "2"),
+        ("flashattn_lite-triton", "False", "128x64", "2"),
     ]  # one tile serves both lengths
     assert all(0 < int(row["registers"]) <= 255 and int(row["shared_bytes"]) <= 227 << 10 for row in rows)

@@ -10,10 +10,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from benchmarks.offline import GPUS, compiled, usage  # noqa: E402
 from flashattn_lite import decode  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import decode_launch  # noqa: E402
-from tests.test_compile_offline import GPUS, compile_for, spilled_bytes  # noqa: E402, F401
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -55,27 +55,27 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     ("gpu", "case"),
     [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in ("one token", "everything", "wide")],
 )
-def test_decode_compiles(compile_for, gpu, case):  # noqa: F811
+def test_decode_compiles(gpu, case):
     for plan, name in zip(plans(gpu, *CASES[case]), ("partial_kernel", "merge_kernel"), strict=True):
-        kernel = compile_for(gpu, plan)
+        kernel = compiled(gpu, plan)
         assert kernel.metadata.shared <= SHARED[gpu]
         code = kernel.asm["amdgcn" if gpu == "gfx942" else "ptx"]
         assert name in code
         assert ("griddepcontrol" in code) == (gpu in ("sm_90", "sm_100"))
         if gpu == "sm_90":
-            assert spilled_bytes(kernel) <= STACK_LIMIT.get(case, 0)
+            assert usage(kernel).stack <= STACK_LIMIT.get(case, 0)
 
 
 @pytest.mark.parametrize("case", ["one token", "paged", "16 tokens", "wide, 64 rows", "everything"])
-def test_keys_and_values_are_copied_ahead_in_16_bytes(compile_for, case):  # noqa: F811
+def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     """Asynchronous copies straight to shared memory, and never a plain load of K or V in their stead."""
-    ptx = compile_for("sm_90", plans("sm_90", *CASES[case])[0]).asm["ptx"]
+    ptx = compiled("sm_90", plans("sm_90", *CASES[case])[0]).asm["ptx"]
     assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)) >= 16
     waits = [int(pending) for pending in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
     assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed
 
 
-def test_lengths_batch_and_way_do_not_recompile(compile_for):  # noqa: F811
+def test_lengths_batch_and_way_do_not_recompile():
     """One pair of kernels serves all batches and capacities, whether a program takes a split or a span."""
     hashes = set()
     for batch, capacity in ((1, 100), (1, 5000), (64, 8192), (3, 2**20)):
@@ -85,5 +85,5 @@ def test_lengths_batch_and_way_do_not_recompile(compile_for):  # noqa: F811
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, 1, device="meta")
         both = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
-        hashes.add(tuple(compile_for("sm_90", plan).hash for plan in both))
+        hashes.add(tuple(compiled("sm_90", plan).hash for plan in both))
     assert len(hashes) == 1

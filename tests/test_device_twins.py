@@ -12,12 +12,12 @@ import triton.language as tl  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from benchmarks.offline import GPUS, OfflineDriver  # noqa: E402
 from flashattn_lite import scores, state  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels.device import scores as device_scores  # noqa: E402
 from flashattn_lite.kernels.device import state as device_state  # noqa: E402
 from flashattn_lite.problem import Features  # noqa: E402
-from tests.test_compile_offline import GPUS, OfflineDriver  # noqa: E402
 
 M, N = 16, 32
 update, update_fixed, merge = device_state.update, device_state.update_fixed, device_state.merge

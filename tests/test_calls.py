@@ -1,0 +1,139 @@
+"""Calls found again by their metadata: what is skipped the second time, and what never is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashattn_lite as fa
+from flashattn_lite import arguments, calls
+
+
+def qkv(length=7, dtype=torch.float32):
+    return [torch.randn(2, 4, length, 16, dtype=dtype) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    monkeypatch.setattr(calls, "_ready", {})
+
+
+@pytest.fixture
+def door(monkeypatch):
+    """How often a call went through the door."""
+    passed = []
+    checks = arguments.check_options
+    monkeypatch.setattr(arguments, "check_options", lambda **options: passed.append(options) or checks(**options))
+    return passed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: fa.attention(q, k, v, causal=True, window=(3, None)),
+        lambda q, k, v: fa.scaled_dot_product_attention(q, k, v, is_causal=True),
+    ],
+    ids=["attention", "sdpa"],
+)
+def test_the_second_call_skips_the_door_and_sees_its_own_numbers(function, door):
+    first, second = qkv(), qkv()
+    a, b = function(*first), function(*second)
+    assert len(door) == 1
+    calls._ready.clear()
+    assert torch.equal(b, function(*second))
+    assert torch.equal(a, function(*first))
+    assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda q, k, v: fa.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        lambda q, k, v: fa.attention(q, k, v, causal=True),
+        lambda q, k, v: fa.attention(q, k[:, :2], v[:, :2]),
+        lambda q, k, v: fa.attention(q, k, v, scale=0.3),
+        lambda q, k, v: fa.attention(q, k, v, sinks=torch.zeros(4)),
+        lambda q, k, v: fa.attention(q.double(), k.double(), v.double(), backend="tiled"),
+    ],
+    ids=["strides", "causal", "heads", "scale", "sinks", "dtype"],
+)
+def test_other_metadata_goes_through_the_door(changed, door):
+    inputs = qkv()
+    fa.attention(*inputs)
+    changed(*inputs)
+    assert len(door) == 2
+
+
+def test_what_only_looks_equal_is_still_refused():
+    """1 == True and 1.0 == True, and both hash alike."""
+    inputs = qkv()
+    fa.attention(*inputs, causal=True, q_start=1, scale=1.0)
+    with pytest.raises(TypeError, match="causal"):
+        fa.attention(*inputs, causal=1, q_start=1, scale=1.0)
+    with pytest.raises(TypeError, match="q_start"):
+        fa.attention(*inputs, causal=True, q_start=True, scale=1.0)
+    with pytest.raises(TypeError, match="scale"):
+        fa.attention(*inputs, causal=True, q_start=1, scale=True)
+    fa.scaled_dot_product_attention(*inputs)
+    with pytest.raises(TypeError, match="is_causal"):
+        fa.scaled_dot_product_attention(*inputs, is_causal=0)
+    with pytest.raises(ValueError, match="key"):  # a grouped call that attention() knows is not one that sdpa takes
+        fa.attention(inputs[0], inputs[1][:, :2], inputs[2][:, :2], causal=True, q_start=0)
+        fa.scaled_dot_product_attention(inputs[0], inputs[1][:, :2], inputs[2][:, :2], is_causal=True)
+
+
+def test_gradients_are_recorded_whatever_ran_before():
+    q, k, v = qkv()
+    fa.attention(q, k, v)
+    q.requires_grad_()
+    out = fa.attention(q, k, v)
+    assert out.requires_grad
+    out.sum().backward()
+    assert q.grad is not None
+    with torch.no_grad():
+        assert not fa.attention(q, k, v).requires_grad
+
+
+def test_a_dispatch_mode_sees_the_op():
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    inputs = qkv()
+    fa.attention(*inputs)
+    with Log():
+        fa.attention(*inputs)
+    assert any("flashattn_lite.attention" in name for name in seen)
+
+
+def test_a_subclass_is_handed_to_the_op():
+    class Marked(torch.Tensor):
+        pass
+
+    q, k, v = qkv()
+    expected = fa.attention(q, k, v)
+    out = fa.attention(q.as_subclass(Marked), k, v)
+    assert torch.equal(out.as_subclass(torch.Tensor), expected)
+
+
+def test_no_tensor_is_kept_alive():
+    inputs = qkv()
+    fa.attention(*inputs)
+    fa.attention(*inputs)
+    watched = [weakref.ref(x) for x in inputs]
+    del inputs
+    gc.collect()
+    assert all(ref() is None for ref in watched)
+
+
+def test_the_memory_of_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr(calls, "MOST", 3)
+    for length in range(1, 9):
+        fa.attention(*qkv(length))
+    assert len(calls._ready) <= 3

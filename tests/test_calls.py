@@ -81,9 +81,10 @@ def test_what_only_looks_equal_is_still_refused():
     fa.scaled_dot_product_attention(*inputs)
     with pytest.raises(TypeError, match="is_causal"):
         fa.scaled_dot_product_attention(*inputs, is_causal=0)
+    q, k, v = inputs[0], inputs[1][:, :2], inputs[2][:, :2]
+    fa.attention(q, k, v, causal=True, q_start=0)
     with pytest.raises(ValueError, match="key"):  # a grouped call that attention() knows is not one that sdpa takes
-        fa.attention(inputs[0], inputs[1][:, :2], inputs[2][:, :2], causal=True, q_start=0)
-        fa.scaled_dot_product_attention(inputs[0], inputs[1][:, :2], inputs[2][:, :2], is_causal=True)
+        fa.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def test_gradients_are_recorded_whatever_ran_before():

@@ -1,9 +1,10 @@
 """The attention forward for Hopper (sm_90a), in Gluon: the kernel; `attention_hopper_launch.py` starts it.
 
-One block lives on each multiprocessor and works off row tiles. A tile is BLOCK_M rows: query positions of one head, or
-of all PACK heads that share a K/V head, head by head within a position. Warps have roles:
-  producer (1 warp)             draws tiles, tells them to the consumers, copies Q, K and V into shared memory by TMA
-  consumer (4 warps) x 2 or 3   64 rows each: S = Q K^T and O += P V by wgmma, P and O in registers
+As many blocks as fit live on each multiprocessor (one, or three of one consumer) and work off row tiles. A tile is
+BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V head, head by head within a position.
+Warps have roles:
+  producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA
+  consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma, P and O in registers
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
 State of each row, as in attention.py: (m_i, l_i, acc), m_i in log2 units. `visited_tiles` gives the tiles with masked
@@ -20,6 +21,7 @@ Barriers (mbarrier; each side counts its own phase)
   k_full, v_full[STAGES]  TMA -> consumers: a tile of K, of V
   kv_empty[STAGES]  each consumer -> producer: done with K of a step and V of the step before
   settled        consumers -> producer: everything sent so far is finished and its verdict written
+  cleaned        consumers -> consumers: V is free of what is not finite (never in a first pass)
 Shared memory (bytes, 16-bit dtypes): Q and O BLOCK_M * D * 2 each (one buffer for both with O_OVER_Q), K and V
 STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; 195 KiB at head dim 128, of 227.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (heads come in sections that fit there).
@@ -196,11 +198,11 @@ def settled_first(l_i):
 def attend(state, p, q, rings, bars, it, first, last, mode, rows, task, args, CAREFUL: gl.constexpr,
            WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
-    o, m_i, l_i, dirty, n_clean = state
+    acc, m_i, l_i, dirty, n_clean = state
     _, k_s, v_s, _ = rings
     _, _, k_full, v_full, kv_empty, cleaned = bars
     DTYPE: gl.constexpr = k_s.dtype
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     S_LAYOUT: gl.constexpr = p.type.layout
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     for i in range(first, last):
@@ -218,19 +220,19 @@ def attend(state, p, q, rings, bars, it, first, last, mode, rows, task, args, CA
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
         w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
         mbarrier.wait(v_full.index(at), phase)
-        o = warpgroup_mma(w, v, o, is_async=True)  # [M, Dv]
+        acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
         if CAREFUL:
             m_i, l_i, alpha, p = careful(s, m_i, l_i, i, mode, rows, task, args, F, T)
         else:
             l_i, p = fast(s, m_i, l_i, args, F, T)
             l_i = settled_first(l_i)
-        o = warpgroup_mma_wait(0, [o])
+        acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(kv_empty.index(k_at), count=1)
         if CAREFUL:
-            o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
         it += 1
-    return (o, m_i, l_i, dirty, n_clean), p, it
+    return (acc, m_i, l_i, dirty, n_clean), p, it
 
 
 @gluon.jit
@@ -279,8 +281,8 @@ def first_scores(q, rings, bars, it, S_LAYOUT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def close(o, m_i, l_row, rows, mode, args, F: gl.constexpr, T: gl.constexpr):
-    """(lse, factor of o, overflow) of finished rows, with the sink: what can be known while the last P V runs."""
+def close(m_i, l_row, rows, mode, args, F: gl.constexpr, T: gl.constexpr):
+    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs."""
     overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
     weight = l_row * 0.0 + 1.0
     if F.sinks:
@@ -313,17 +315,17 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
         it = pass_over(skip, bars, it, T)
         m_i = gl.full([ROWS], EMPTY_M, gl.float32, ROW)
         l_i = gl.full([ROWS, 4], EMPTY_L, gl.float32, L_LAYOUT)
-        o = gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, O_LAYOUT)
+        acc = gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, O_LAYOUT)
         mbarrier.wait(q_full.index(WG), n_tile & 1)
         s = first_scores(q, rings, bars, it, S_LAYOUT, T)
         m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, mode, rows, task, args, F, T)
-        state = (o, m_i, l_i, dirty, n_clean)
+        state = (acc, m_i, l_i, dirty, n_clean)
         until = gl.where(mode == FAST, task.edges, task.count)
         state, p, it = attend(state, p, q, rings, bars, it, skip + 1, until, mode, rows, task, args, True, WG, F, T)
         if F.mask == "":
             state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(until, skip + 1), task.count, mode, rows,
                                   task, args, False, WG, F, T)  # fmt: skip
-        o, m_i, l_i, dirty, n_clean = state
+        acc, m_i, l_i, dirty, n_clean = state
         if not T.O_OVER_Q:
             mbarrier.arrive(q_empty.index(WG), count=1)  # the next Q may land under what follows
 
@@ -334,13 +336,13 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
             found, n_clean = clean(v, mode, n_clean, cleaned, WG, T)
             dirty |= found
         w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
-        o = warpgroup_mma(w, v, o, is_async=True)  # [M, Dv]
+        acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-        lse_row, weight, overflow = close(o, m_i, l_row, rows, mode, args, F, T)
-        o = warpgroup_mma_wait(0, [o])
+        lse_row, weight, overflow = close(m_i, l_row, rows, mode, args, F, T)
+        acc = warpgroup_mma_wait(0, [acc])
         it += 1
 
-        bad = gl.convert_layout(gl.sum(o, 1), ROW, assert_trivial=True) * 0.0 != 0.0  # infinite or NaN
+        bad = gl.convert_layout(gl.sum(acc, 1), ROW, assert_trivial=True) * 0.0 != 0.0  # infinite or NaN
         mark = gl.where(rows.exact != 0, 0, gl.where(overflow, EXACT, gl.where(bad, CLEAN, 0)))
         if mode <= REDO:
             gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=write)
@@ -348,7 +350,7 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
             if mode == FAST:
                 failed |= ((mark != 0) & rows.exists).to(gl.int32)
         weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        deliver((o * weight[:, None]).to(DTYPE), dst, o_s.index(WG), task, write, mode, WG, F, T)
+        deliver((acc * weight[:, None]).to(DTYPE), dst, o_s.index(WG), task, write, mode, WG, F, T)
         if T.O_OVER_Q:
             mbarrier.arrive(q_empty.index(WG), count=1)
         n_tile += 1

@@ -66,12 +66,18 @@ def trust(args: Arguments) -> None:
 
 def recall(args: Arguments) -> tuple[Tensor, Tensor] | None:
     """(out, lse) if the door knows the metadata and nothing watches or traces; None: take the way through it."""
-    if torch.compiler.is_compiling() or not _plain(args) or _watched():
+    if torch.compiler.is_compiling():
         return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:NUM_TENSORS]):
+    try:
+        call = _ready.get(_key(args))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
         return None
-    call = _ready.get(_key(args))
-    return _run(call, Inputs(*args[:NUM_TENSORS])) if call is not None and call.trusted else None
+    if call is None or not call.trusted or _watched():
+        return None
+    inputs = Inputs(*args[:NUM_TENSORS])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return None
+    return _run(call, inputs)
 
 
 def _run(call: Ready, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -91,14 +97,21 @@ def _prepared(key: tuple[Any, ...], args: Arguments) -> Ready:
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:
-    """All that a launch depends on but the addresses; of those, whether they are whole 16 bytes."""
-    q, k, v = args[:3]
+    """All that a launch depends on but the addresses; of those, whether they are whole 16 bytes.
+
+    With types, since 1 == True; and with negation, which a view can leave to the dispatcher.
+    """
+    q, k, v, *optional = args[:NUM_TENSORS]
+    options = args[NUM_TENSORS:]
     key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, args[NUM_TENSORS:], *map(type, args[NUM_TENSORS:]),
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
+        v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, options,
+        *map(type, options),
     )  # fmt: skip
-    for x in args[3:NUM_TENSORS]:
-        key += (None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16),)
+    for x in optional:
+        key += (
+            (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
+        )
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
     return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
 
@@ -107,7 +120,7 @@ def _plain(args: Arguments) -> bool:
     """Ordinary dense tensors and numbers, of exactly these types."""
     tensors, options = args[:NUM_TENSORS], args[NUM_TENSORS:]
     dense = all(
-        x is None or (type(x) is Tensor and x.layout is torch.strided and not x.is_nested and not x.is_meta)
+        x is None or (type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg()))
         for x in tensors
     )
     return dense and all(type(x) in PLAIN for x in options)

@@ -123,6 +123,15 @@ def test_a_subclass_is_handed_to_the_op():
     assert torch.equal(out.as_subclass(torch.Tensor), expected)
 
 
+def test_a_view_that_is_negated_later_is_negated():
+    q, k, v = qkv()
+    fa.attention(q, k, v)
+    negated = torch._neg_view(q)
+    assert negated.is_neg()
+    torch.testing.assert_close(fa.attention(negated, k, v), fa.attention(-q, k, v))
+    torch.testing.assert_close(fa.attention(negated, k, v), fa.attention(-q, k, v))
+
+
 def test_no_tensor_is_kept_alive():
     inputs = qkv()
     fa.attention(*inputs)

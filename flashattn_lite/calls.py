@@ -105,13 +105,14 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     options = args[NUM_TENSORS:]
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-        v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, options,
-        *map(type, options),
+        v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, options, *map(type, options),
     )  # fmt: skip
     for x in optional:
-        key += (
-            (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
-        )
+        if x is None:
+            key += (None,)
+        else:
+            key += (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
     return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
 

@@ -7,6 +7,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 RUN := $(VENV)/bin/python
+# A worker a core. What one test compiles, the others find in Triton's cache.
+PYTEST_FLAGS ?= -n auto --dist worksteal
 PYTEST := $(RUN) -m pytest $(PYTEST_FLAGS)
 # The public face once more, where Triton can't be imported; what lies below it is the same code as in the first run.
 TORCH_ONLY := tests/test_import.py $(wildcard $(addprefix tests/,test_attention.py test_decode.py test_decode_errors.py test_errors.py test_ops.py test_sdpa.py test_softmax.py))
@@ -28,7 +30,7 @@ lint: $(VENV)/lint.stamp  ## ruff (lint and format), mypy, and the test that hol
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(PYTEST) -q tests/test_layers.py
+	$(RUN) -m pytest -q tests/test_layers.py
 
 bench-memory: setup  ## measure peak memory, write the CSV, draw the plot
 	$(RUN) -m benchmarks.memory

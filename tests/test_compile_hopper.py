@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -58,6 +60,45 @@ def test_a_call_keeps_no_tensor_alive():
     out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
     call = attention_hopper_launch.prepare(problem, inputs, out, lse, GPUS["sm_90"][1])
     assert all(descriptor.base is None for descriptor in call.descriptors)
+
+
+def problem_with(**changes):
+    inputs, problem = attention_problem(
+        64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {"causal": True}
+    )
+    return inputs, dataclasses.replace(problem, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": torch.float32}, "it computes float16 and bfloat16, not float32"),
+        ({"batch": 0}, "nothing to compute"),
+        ({"len_q": 0}, "nothing to compute"),
+        ({"len_k": 0}, "nothing to compute"),
+    ],
+)
+def test_problems_that_it_leaves_to_others(changes, words):
+    inputs, problem = problem_with(**changes)
+    assert words in "; ".join(attention_hopper_launch.why_not(problem, inputs))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: torch.empty(1, 2, 64, 63, dtype=x.dtype),
+        lambda x: torch.empty(1, 2, 64, 72, dtype=x.dtype)[..., 1:65],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: x[:, :1].expand(1, 2, 64, 64),
+    ],
+    ids=["row length", "address", "columns first", "a stride of 0"],
+)
+def test_tensors_that_it_can_not_copy_are_named(spoil):
+    inputs, problem = problem_with()
+    assert attention_hopper_launch.why_not(problem, inputs) == []
+    (reason,) = attention_hopper_launch.why_not(problem, inputs._replace(k=spoil(inputs.k)))
+    assert "whole 16-byte pieces" in reason
+    assert ": k of head dim" in reason
 
 
 @pytest.mark.parametrize("dim", [16, 64, 96, 128, 192, 256])

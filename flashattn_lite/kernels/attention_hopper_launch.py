@@ -20,12 +20,8 @@ from flashattn_lite.target import Target
 
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
-REGISTERS = {
-    (1, 2): 128,
-    (1, 3): 80,
-    (2, 1): 168,
-    (3, 1): 128,
-}  # a thread at launch, by consumers: what the multiprocessor's 64 Ki registers allow
+# A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
+REGISTERS = {(1, 2): 128, (1, 3): 80, (2, 1): 168, (3, 1): 128}
 L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 
@@ -34,6 +30,8 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     reasons = []
     if problem.dtype not in LIMITS:
         reasons.append(f"it computes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}")
+    if min(problem.batch, problem.len_q, problem.len_k) == 0:
+        reasons.append("there is nothing to compute: no sequence, no query or no key")
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if x.numel() == 0:
             reasons.append(f"{name} is empty: there is nothing to copy")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flashattn_lite import arguments, calls, dispatch, ops, state
 from flashattn_lite.errors import type_error, value_error
-
-Window = tuple[int | None, int | None]
+from flashattn_lite.problem import Window
 
 
 def attention(
@@ -81,12 +80,7 @@ def attention(
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     done = _recall(tensors, *rest)
     if done is None:
-        arguments.check_dense(q, k, v)
-        arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-        arguments.check_mask(mask, q, k.shape[2])
-        arguments.check_sinks(sinks, q)
-        arguments.check_kv_lens(kv_lens, q, q.shape[0])
-        dispatch.check_backend(backend)
+        _check_attention(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
 
@@ -151,6 +145,18 @@ def attention_varlen(
         dispatch.check_backend(backend)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
+
+
+def _check_attention(
+    tensors: tuple[Any, ...], causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
+) -> None:
+    q, k, v, mask, sinks, kv_lens, _, _ = tensors
+    arguments.check_dense(q, k, v)
+    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
+    arguments.check_mask(mask, q, k.shape[2])
+    arguments.check_sinks(sinks, q)
+    arguments.check_kv_lens(kv_lens, q, q.shape[0])
+    dispatch.check_backend(rest[-1])
 
 
 def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | None:
@@ -283,12 +289,8 @@ def explain(
         >>> explain(x, x, x, backend="tiled").backend
         'tiled'
     """
-    arguments.check_dense(q, k, v)
-    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-    arguments.check_mask(mask, q, k.shape[2])
-    arguments.check_sinks(sinks, q)
-    arguments.check_kv_lens(kv_lens, q, q.shape[0])
-    dispatch.check_backend(backend)
-    args = _arguments((q, k, v, mask, sinks, kv_lens, None, None), causal, q_start, window, scale, softcap)
-    inputs, problem = calls.problem_of(args)
+    tensors = (q, k, v, mask, sinks, kv_lens, None, None)
+    rest = (causal, q_start, window, scale, softcap, None, None, backend)
+    _check_attention(tensors, *rest)
+    inputs, problem = calls.problem_of(_arguments(tensors, *rest)[:-1])
     return dispatch.explain(problem, inputs, backend)

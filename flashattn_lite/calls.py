@@ -13,7 +13,11 @@ from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
-OPTION_NAMES = ("causal", "q_start", "window_left", "window_right", "scale", "softcap", "max_seqlen_q", "max_seqlen_k")
+OPTIONS = (  # as the op's schema has them
+    "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float scale, float? softcap, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
 PLAIN = (type(None), bool, int, float, str)
 
@@ -32,9 +36,10 @@ class Ready:
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def problem_of(args: Arguments) -> tuple[Inputs, AttentionProblem]:
+def problem_of(args: tuple[Any, ...]) -> tuple[Inputs, AttentionProblem]:
+    """Inputs and problem from a call's arguments without the backend."""
     inputs = Inputs(*args[:NUM_TENSORS])
-    return inputs, describe(inputs, **dict(zip(OPTION_NAMES, args[NUM_TENSORS:], strict=False)))
+    return inputs, describe(inputs, **dict(zip(OPTION_NAMES, args[NUM_TENSORS:], strict=True)))
 
 
 def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -65,9 +70,7 @@ def trust(args: Arguments) -> None:
 
 
 def recall(args: Arguments) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) if the door knows the metadata and nothing watches or traces; None: take the way through it."""
-    if torch.compiler.is_compiling():
-        return None
+    """(out, lse) if the door knows the metadata and nothing watches, else None. Not for a compiler to trace."""
     try:
         call = _ready.get(_key(args))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from flashattn_lite import arguments, arguments_decode, dispatch, ops, tiled
 from flashattn_lite import target as targets
-from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.target import Target
-
-Window = tuple[int | None, int | None]
 
 
 class SplitTriton:

@@ -41,7 +41,7 @@ class Hopper:
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
         from flashattn_lite.kernels import attention_hopper_launch
 
-        return attention_hopper_launch.prepare(problem, inputs, out, lse, target)
+        return attention_hopper_launch.Call(problem, inputs, out, lse, target)
 
 
 class Backend(Protocol):

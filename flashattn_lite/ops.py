@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import calls, tiled_backward
-from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, allocate, problem_of
+from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
 
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
@@ -16,10 +16,6 @@ DIFFERENTIABLE = 5  # q, k, v, mask, sinks
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? kv_lens, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-)
-OPTIONS = (
-    "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float scale, float? softcap, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 
 
@@ -48,7 +44,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
     done = attention(*given)
-    calls.trust(args)
+    calls.trust(tuple(given))  # a kernel would take an int for another type of argument
     return done
 
 

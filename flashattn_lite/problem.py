@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
 FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
 
 

@@ -87,6 +87,13 @@ def test_what_only_looks_equal_is_still_refused():
         fa.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def test_whole_numbers_are_floats_every_time():
+    inputs = qkv()
+    want = fa.attention(*inputs, scale=1.0, softcap=30.0)
+    assert all(torch.equal(fa.attention(*inputs, scale=1, softcap=30), want) for _ in range(3))
+    assert all(type(call.problem.softcap) is float for call in calls._ready.values())
+
+
 def test_gradients_are_recorded_whatever_ran_before():
     q, k, v = qkv()
     fa.attention(q, k, v)

@@ -58,7 +58,7 @@ def test_a_call_keeps_no_tensor_alive():
         64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {"causal": True}
     )
     out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
-    call = attention_hopper_launch.prepare(problem, inputs, out, lse, GPUS["sm_90"][1])
+    call = attention_hopper_launch.Call(problem, inputs, out, lse, GPUS["sm_90"][1])
     assert all(descriptor.base is None for descriptor in call.descriptors)
 
 

@@ -24,11 +24,17 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, update, update_fixed, update_to
-
-# Up to here a float32 reference is within 1 of any real number, so that p of the largest score is in [1/2, 2] although
-# its fma is rounded once and the reference twice. Beyond, it drifts by ulp(m_i) / 2 and would overflow or vanish.
-EXACT_M: tl.constexpr = tl.constexpr(2.0**24)
+from flashattn_lite.kernels.device.state import (
+    EMPTY_L,
+    EMPTY_M,
+    EXACT_M,
+    LOG2E,
+    finish,
+    merge,
+    update,
+    update_fixed,
+    update_to,
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flashattn_lite.target import Target
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
-REGISTERS = {(1, 2): 128, (1, 3): 80, (2, 1): 168, (3, 1): 128}
+REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
 L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 
@@ -63,8 +63,15 @@ class Call:
     """A problem ready to run: `call(inputs, out, lse)` fills out and lse, for all tensors of the same metadata."""
 
     def __init__(
-        self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, config: HopperConfig
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+        config: HopperConfig | None = None,
     ) -> None:
+        config = config or hopper_tile(problem)
         self.problem, self.tile = problem, tile_of(problem, config)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
@@ -111,20 +118,9 @@ def plan(
     config: HopperConfig | None = None,
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
-    call = prepare(problem, inputs, out, lse, target, config)
+    call = Call(problem, inputs, out, lse, target, config)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse, counter), call.start.options
-
-
-def prepare(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    target: Target,
-    config: HopperConfig | None = None,
-) -> Call:
-    return Call(problem, inputs, out, lse, target, config or hopper_tile(problem))
 
 
 def section(problem: AttentionProblem, heads: int) -> int:

@@ -11,6 +11,9 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # 1 / ln 2: natural unit
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)  # ln 2: log2 units to natural units
 EMPTY_M: tl.constexpr = tl.constexpr(float("-inf"))
 EMPTY_L: tl.constexpr = tl.constexpr(0.0)
+# Up to here a float32 reference is within 1 of any real number, so that p of the largest score is in [1/2, 2] although
+# its fma is rounded once and the reference twice. Beyond, it drifts by ulp(m_i) / 2 and would overflow or vanish.
+EXACT_M: tl.constexpr = tl.constexpr(2.0**24)
 
 
 @triton.jit

@@ -1,0 +1,109 @@
+"""What a consumer of the Hopper kernel does with one tile of scores: hide, weigh, add up; fast or with care."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.state import shift, weights
+from flashattn_lite.kernels.hopper_tasks import FAST, REDO, ROWS, key_start
+
+
+class Rows(NamedTuple):
+    """The rows of a consumer, [64] each, in the layout of S's rows; first and last are positions."""
+
+    pos: Any
+    head: Any
+    exists: Any
+    exact: Any
+    first: Any
+    last: Any
+
+
+@gluon.jit
+def row_sum(p, l_i, T: gl.constexpr):
+    """[64, 4] from p [64, N]: the four lanes that share a row meet only at the end of the tile."""
+    parts = gl.reshape(p, [ROWS, T.BLOCK_N // 8, 4, 2])
+    return gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), l_i.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def fast(s, m_i, l_i, args, F: gl.constexpr, T: gl.constexpr):
+    """A tile that every row sees whole, at the reference that the rows have: (l_i, p)."""
+    scale = args.scale_log2
+    if F.scale_first:
+        s = to_log2(s, args.scale_log2, args.softcap, F)
+        scale = 1.0
+    p = weights(s, scale, m_i)  # [M, N]
+    return l_i + row_sum(p, l_i, T), p
+
+
+@gluon.jit
+def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
+    """Whether all rows of a consumer see all keys of a tile."""
+    whole = start_n + T.BLOCK_N <= task.len_k
+    if F.left:
+        whole = whole & (rows.last + task.diag_lo <= start_n)
+    if F.right:
+        whole = whole & (start_n + T.BLOCK_N <= rows.first + task.diag_hi + 1)
+    if F.mask != "":
+        whole = whole & (task.len_k < 0)  # never: the mask may hide any
+    return whole
+
+
+@gluon.jit
+def hide(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """Scores with -inf where a row may not look, and with a float mask added."""
+    offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    seen = visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F)  # [M, N]
+    if F.mask != "":
+        ptrs = args.mask_ptr + task.b.to(gl.int64) * args.mask_strides[0]
+        ptrs += rows.head.to(gl.int64)[:, None] * args.mask_strides[1]
+        ptrs += rows.pos.to(gl.int64)[:, None] * args.mask_strides[2]
+        ptrs += offs_n.to(gl.int64)[None, :] * args.mask_strides[3]
+        mask = gl.load(ptrs, mask=rows.exists[:, None] & (offs_n < task.len_k)[None, :], other=0)  # [M, N]
+        if F.mask == "bool":
+            seen = seen & (mask != 0)
+        else:
+            s = add_mask(s, mask)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def careful(s, m_i, l_i, i, mode, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """The i-th tile, masked, at the running maximum where that may move: (m_i, l_i, alpha, p)."""
+    exact = rows.exact
+    scale = args.scale_log2
+    if F.scale_first:
+        s = to_log2(s, args.scale_log2, args.softcap, F)
+        scale = 1.0
+    row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale
+    if mode == REDO:  # past EXACT_M a product must be rounded before it is subtracted
+        s = gl.where((exact != 0)[:, None], s * scale, s)
+        row_scale = gl.where(exact != 0, 1.0, row_scale)
+    elif mode != FAST:
+        s = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, s.type.layout)
+    start_n = key_start(i, task, T)
+    if not sees_whole(start_n, rows, task, F, T):
+        s = hide(s, start_n, rows, task, args, F, T)
+    m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
+    m_new = gl.where((i >= task.edges) & (exact == 0), m_i, m_new)
+    m_ref, alpha = shift(m_i, m_new)
+    p = weights(s, row_scale[:, None], m_ref)  # [M, N]
+    alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+    return m_new, gl.fma(l_i, alpha_l[:, None], row_sum(p, l_i, T)), alpha, p
+
+
+@gluon.jit
+def settled_first(l_i):
+    """l_i, known before anything that follows starts: keeps ptxas from waiting for P V ahead of the softmax.
+
+    By a store under a condition that never holds (l_i is a sum of powers, or NaN); it costs six instructions.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .b32 zero; mov.b32 zero, 0; setp.lt.f32 never, $1, 0f00000000; "
+        "@never st.shared.f32 [zero], $1; mov.b32 $0, $1; }",
+        "=f,f", [l_i], dtype=gl.float32, is_pure=False, pack=1)  # fmt: skip

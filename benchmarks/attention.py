@@ -4,8 +4,8 @@ python -m benchmarks.attention [--dtypes bf16 fp16] [--head-dims 64 128 256] [--
 python -m benchmarks.attention --profile [sm_90]    what our kernels take of that GPU, compiled offline: no GPU needed
 
 16k tokens in all, hidden size 2048. In each cell every provider is first checked against float64 on sampled rows; one
-that is wrong is not timed. Then two rounds, the second in opposite order: each provider runs 180 ms of its own kernel,
-then 100 ms are timed, with inputs rotated past the L2 cache. FLOPs = 4 B H L S D, half of it for causal.
+that is wrong is not timed. Then two rounds, the second in opposite order: each provider runs 150 ms of its own kernel,
+then 80 ms are timed, with inputs rotated past the L2 cache. FLOPs = 4 B H L S D, half of it for causal.
 Rows of metric tflops (median, p20, p80 over calls), sm_mhz, watts, tflop_per_joule and relative_error; a provider that
 can't be imported or refuses the problem has a row of metric absent, with the reason as its value.
 """
@@ -27,7 +27,7 @@ from benchmarks.timing import Timing, median, sustained
 
 TOKENS, HIDDEN = 16384, 2048
 CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
-WARM_MS, TIMED_MS = 180.0, 100.0
+WARM_MS, TIMED_MS = 150.0, 80.0
 # Relative norm against float64 on sampled rows. Fused peers are at a quarter of eps; at one eps something is wrong.
 LARGEST_ERROR_EPS = 1.0
 

@@ -5,7 +5,7 @@ python -m benchmarks.decode [--cells 1x8192 8x8192x16 ...] [--providers ...] [--
 A cell is batch x keys [x query tokens]; 32 query heads, 8 key heads, head dim 128, bf16, a full cache, causal. In each
 cell every provider is first checked against float64; one that is wrong is not timed. Then each is captured in a CUDA
 graph, as decoding runs in practice, of enough calls that the graph's own launch does not count, with inputs rotated
-past the L2 cache. Two rounds, the second in opposite order: 180 ms of warm-up, then 100 ms timed.
+past the L2 cache. Two rounds, the second in opposite order: 150 ms of warm-up, then 80 ms timed.
 `read` is benchmarks/read.py's kernel on the bytes of K and V; `flashattn_lite-paged` reads pages of 16 keys in a random
 order. Rows of metric gbps (K and V read; median, p20, p80 over replays), host_us (of one call without a graph),
 sm_mhz, watts and relative_error; a provider that can't be imported or refuses the problem has a row of metric absent,

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks import plot_attention
+from benchmarks import plot_attention, plot_bandwidth
 from benchmarks.plot_style import GREY, INK, STYLES, NothingToDraw, Row, label_ends, length_axis, line_style, save
 from benchmarks.provenance import RESULTS, ROOT, read_rows
 
@@ -90,6 +90,8 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
     "memory": ("memory", memory),
     "attention": ("attention", plot_attention.speed),
     "attention-ratio": ("attention", plot_attention.ratio),
+    "softmax": ("softmax", plot_bandwidth.softmax),
+    "decode": ("decode", plot_bandwidth.decode),
 }
 
 

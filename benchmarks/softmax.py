@@ -3,7 +3,7 @@
 python -m benchmarks.softmax [--dtypes bf16 fp32] [--cells 4096x4096 ...] [--providers ...] [--out CSV]
 
 In each cell every provider is first checked against float64 on sampled rows; one that is wrong is not timed. Then two
-rounds, the second in opposite order: 180 ms of warm-up, then 100 ms are timed (1000 calls of either at most), with
+rounds, the second in opposite order: 150 ms of warm-up, then 80 ms are timed (600 calls of either at most), with
 inputs rotated past the L2 cache.
 Some of these kernels take less time than Python takes to start them, so calls are timed in batches that the GPU finds
 ready in its queue; the host's time for a call is a metric of its own. GB/s counts one read and one write (softmax and
@@ -31,10 +31,10 @@ from benchmarks.timing import Timing, median
 
 Call = Callable[[Tensor, Tensor], Any]  # (x, room for a result of x's shape) -> what it computed
 CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
-WARM_MS, TIMED_MS = 180.0, 100.0
+WARM_MS, TIMED_MS = 150.0, 80.0
 BATCH = 50  # calls that the GPU finds in its queue: some 200 launches and events, well below what a queue holds
-MOST_BATCHES = 20  # of a call of a few microseconds, which its wait in the queue makes far longer for us
-CYCLES_A_CALL = 400_000  # that the GPU idles for each call in a batch: 0.2 ms, more than the host takes to queue one
+MOST_BATCHES = 12  # of a call of a few microseconds, which its wait in the queue makes far longer for us
+CYCLES_A_CALL = 160_000  # that the GPU idles for each call in a batch: 80 µs, more than the host takes to queue one
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CELLS = ((128, 16384), (4096, 4096), (8192, 32768), (1024, 131072), (16, 1048576), (32768, 1024))
 # Largest error relative to the value: half an eps from rounding, a few float32 eps and |ln p| eps inside; beyond two

@@ -28,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--without-triton"):
         assert "triton" not in sys.modules, "too late to block triton"
         sys.modules["triton"] = None  # type: ignore[assignment]
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker.startswith("gw") and torch.cuda.device_count() > 1:  # before CUDA starts: each worker sees one GPU
+        every = ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[2:]) % len(gpus)]
     if not torch.cuda.is_available():
         torch.set_num_threads(min(2, torch.get_num_threads()))
 

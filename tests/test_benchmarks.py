@@ -45,13 +45,40 @@ def test_ratios_are_taken_cell_by_cell():
     assert relative_to("not measured", curves) == {}
 
 
+def drawn(name, csv_file, out):
+    from benchmarks import plot
+
+    plot.main([name, "--csv", str(csv_file), "--out", str(out)])
+    return out.read_bytes().startswith(b"\x89PNG")
+
+
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["attention", "attention-ratio"])
 def test_the_committed_results_can_be_drawn(name, tmp_path):
-    from benchmarks import plot
+    assert drawn(name, provenance.RESULTS / "h200" / "attention.csv", tmp_path / "plot.png")
 
-    plot.main([name, "--csv", str(provenance.RESULTS / "h200" / "attention.csv"), "--out", str(tmp_path / "plot.png")])
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+@needs_matplotlib
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("softmax", [{"op": op, "rows": 4, "cols": 8, "dtype": "bf16"} for op in ("softmax", "softmax_stats")]),
+        ("decode", [{"op": "attention_decode", "batch": 1, "heads_q": 32, "heads_kv": 8, "len_q": n, "len_kv": 8192,
+                     "head_dim": 128, "dtype": "bf16"} for n in (1, 4)]),
+    ],
+)  # fmt: skip
+def test_what_the_bandwidth_benchmarks_write_can_be_drawn(name, cells, tmp_path):
+    """Of providers that no plot has heard of too; one that is absent has no bar."""
+    from benchmarks import softmax
+
+    common = provenance.row_provenance("cpu")
+    rows = [
+        {**common, **cell, "provider": provider, "metric": "gbps", "median": 100 + number}
+        for cell in cells for number, provider in enumerate(("flashattn_lite", "read", "somebody else"))
+    ]  # fmt: skip
+    rows.append({**common, **cells[0], "provider": "quack", "metric": "absent", "median": "ModuleNotFoundError"})
+    provenance.write_rows(tmp_path / "rows.csv", rows, softmax.columns())
+    assert drawn(name, tmp_path / "rows.csv", tmp_path / "plot.png")
 
 
 @needs_triton

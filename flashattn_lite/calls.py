@@ -62,10 +62,14 @@ def attention(args: Arguments) -> tuple[Tensor, Tensor]:
     return _run(_prepared(_key(args), args), Inputs(*args[:NUM_TENSORS]))
 
 
+def run(args: Arguments) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of arguments that the door let through if nothing has to see the op, else None."""
+    return None if not _ordinary(args) or _recorded(args) else attention(args)
+
+
 def trust(args: Arguments) -> None:
     """Remembers that the door let these arguments through, for `recall`. After a call with them."""
-    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
-    if not torch.compiler.is_compiling() and _plain(args) and not _watched() and not (packed and longest is None):
+    if _ordinary(args):
         _prepared(_key(args), args).trusted = True
 
 
@@ -75,12 +79,9 @@ def recall(args: Arguments) -> tuple[Tensor, Tensor] | None:
         call = _ready.get(_key(args))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
         return None
-    if call is None or not call.trusted or _watched():
+    if call is None or not call.trusted or watched():
         return None
-    inputs = Inputs(*args[:NUM_TENSORS])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return None
-    return _run(call, inputs)
+    return None if _recorded(args) else _run(call, Inputs(*args[:NUM_TENSORS]))
 
 
 def _run(call: Ready, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -120,6 +121,17 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
 
 
+def _ordinary(args: Arguments) -> bool:
+    """No compiler, mode or transform looks on, and no length has to be read from the GPU first."""
+    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
+    return not torch.compiler.is_compiling() and _plain(args) and not watched() and not (packed and longest is None)
+
+
+def _recorded(args: Arguments) -> bool:
+    """Autograd records the call."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:NUM_TENSORS])
+
+
 def _plain(args: Arguments) -> bool:
     """Ordinary dense tensors and numbers, of exactly these types."""
     tensors, options = args[:NUM_TENSORS], args[NUM_TENSORS:]
@@ -130,7 +142,7 @@ def _plain(args: Arguments) -> bool:
     return dense and all(type(x) in PLAIN for x in options)
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """A dispatch mode, a function transform or a tracer is active, and must see the op."""
     try:
         modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()

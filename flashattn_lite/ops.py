@@ -38,13 +38,19 @@ def attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
-    """(out, lse) of arguments that the door let through, as one op to autograd, compilers and tracers."""
+    """(out, lse) of arguments that the door let through, as one op to autograd, compilers and tracers.
+
+    Where none of these looks on it runs by itself: a process's first call of an op imports much of torch (1.3 s on a
+    CPU, seconds from a cold disk).
+    """
     given = list(args)
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
-    done = attention(*given)
-    calls.trust(tuple(given))  # a kernel would take an int for another type of argument
+    args = tuple(given)  # a kernel would take an int for another type of argument
+    done = calls.run(args)
+    done = attention(*args) if done is None else done
+    calls.trust(args)
     return done
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashattn_lite import state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor
+from flashattn_lite.calls import MOST, watched
 from flashattn_lite.errors import type_error, value_error
 
 Stats = tuple[Tensor, Tensor]
@@ -23,8 +24,9 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
     One read and one write of x. Rows too long for the registers of one thread block are shared by several, which wait
-    for each other's sums: on an NVIDIA GPU up to one block of 16384 elements for each of its SMs (2 million on an
-    H200). Longer rows, and those on other GPUs, take two reads and one write, in two launches.
+    for each other's sums: on an NVIDIA GPU up to one block of 8192 elements for each of its SMs (1 million on an H200).
+    Longer rows, those on other GPUs and rows of more than 512 elements that lie side by side in memory take two reads
+    and one write, in two launches.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread
@@ -53,6 +55,10 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
         >>> online_softmax(torch.tensor([1.0, 3.0, 2.0, 5.0]))
         tensor([0.0152, 0.1125, 0.0414, 0.8310])
     """
+    if not torch.compiler.is_compiling() and (ready := _recall("softmax", x, dim)) is not None:
+        y = torch.empty_like(x)
+        ready(x, y)
+        return y
     dim = _checked_dim(x, dim)
     return _softmax_op(x, dim) if x.dim() else _softmax_op(x.unsqueeze(0), 0).squeeze(0)
 
@@ -87,6 +93,10 @@ def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
         >>> softmax_stats(torch.tensor([1.0, 3.0, 2.0, 5.0]))
         (tensor(5.), tensor(1.2034))
     """
+    if not torch.compiler.is_compiling() and (ready := _recall("stats", x, dim)) is not None:
+        m, l_sum = _stats_like(x, dim % x.dim())
+        ready(x, m, l_sum)
+        return m, l_sum
     dim = _checked_dim(x, dim)
     return _stats_op(x, dim) if x.dim() else _stats_op(x.unsqueeze(0), 0)
 
@@ -127,6 +137,35 @@ def merge_softmax_stats(a: Stats, b: Stats) -> Stats:
     origin = state.reference(m)
     _, l_i, _, _ = state.merge((m_a - origin) * state.LOG2E, l_a, (m_b - origin) * state.LOG2E, l_b)
     return m, l_i
+
+
+_ready: dict[tuple[Any, ...], Any] = {}  # by metadata: what starts a call again, or None where nothing short does
+
+
+def _recall(op: str, x: Tensor, dim: int) -> Any:
+    """What starts this call without checks, plan or dispatcher, if nothing else has to see it; from the second on."""
+    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or x.layout is not torch.strided or x.is_neg():
+        return None
+    if watched() or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    key = op, x.shape, x.stride(), x.dtype, x.device, dim, x.data_ptr() % 16
+    if key not in _ready:
+        if len(_ready) >= MOST:
+            _ready.clear()
+        _ready[key] = _prepared(op, x, dim)
+        return None  # this call is checked
+    return _ready[key]
+
+
+def _prepared(op: str, x: Tensor, dim: int) -> Any:
+    known = x.dtype in (torch.float16, torch.bfloat16, torch.float32) and -x.dim() <= dim < x.dim()
+    if not known or x.numel() == 0 or not runs_triton(x):
+        return None
+    from flashattn_lite.kernels import softmax_launch as kernels
+
+    dim %= x.dim()
+    results = (torch.empty_like(x),) if op == "softmax" else tuple(r.unsqueeze(dim) for r in _stats_like(x, dim))
+    return kernels.prepare(x, results, dim)
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:

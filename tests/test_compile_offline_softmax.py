@@ -23,8 +23,7 @@ CASES = {
     "split rows": ((16, 2**20), 1),
     "two launches": ((8, 2**22), 1),
     "across, whole": ((500, 256), 0),
-    "across, split": ((5000, 256), 0),
-    "across, two launches": ((2**17, 256), 0),
+    "across, two launches": ((5000, 256), 0),
 }
 
 
@@ -52,8 +51,8 @@ def test_softmax_compiles(gpu, case, op):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("op", ["softmax", "stats"])
 def test_nothing_spills_on_hopper(case, op, dtype):
-    # Triton 3.9 puts 48 bytes of a thread there, of the addresses of rows that lie side by side; 3.6 nothing.
-    limit = 48 if case == "across, split" else 0
+    # Triton 3.9 puts that many bytes of a thread there, outside the loops over tiles; 3.6 nothing.
+    limit = 16 if case in ("split rows", "two launches") else 0
     assert max(usage(kernel).stack for kernel in kernels("sm_90", case, op, dtype)) <= limit
 
 

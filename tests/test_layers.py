@@ -31,6 +31,7 @@ FLOORS = {
     "reference": 2,
     "tiled": 2,
     "tiled_backward": 2,
+    "kernels.softmax_tiles": 2,
     "kernels.softmax": 2,
     "kernels.softmax_launch": 2,
     "kernels.attention": 2,
@@ -56,8 +57,8 @@ FLOORS = {
 }
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after, and what Triton can take is said by one launcher; the op runs calls; the Hopper kernel is cut along its
-# roles.
+# named after, and what Triton can take is said by one launcher; the op runs calls, and softmax asks them who
+# watches; the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -76,6 +77,8 @@ NEIGHBOURS = {
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
     ("ops", "calls"),
+    ("softmax", "calls"),
+    ("kernels.softmax", "kernels.softmax_tiles"),
     ("kernels.softmax_launch", "kernels.softmax"),
     ("kernels.decode_launch", "kernels.decode"),
     ("kernels.decode_launch", "kernels.attention_launch"),

@@ -120,7 +120,11 @@ def test_scalars_and_empty_tensors(device: torch.device) -> None:
 def test_a_long_row_of_equals_is_summed_exactly(device: torch.device, dtype: torch.dtype) -> None:
     x = torch.full((2**20,), 7.0, device=device, dtype=dtype)
     assert (online_softmax(x) == 2.0**-20).all()
-    assert [part.item() for part in softmax_stats(x)] == [7.0, 2.0**20]
+    m, l_i = softmax_stats(x)
+    # Two bytes: 7 * log2(e) is rounded for the whole row, and 2 to what that was is taken off again.
+    eps = 0 if dtype == torch.float32 else 4 * torch.finfo(torch.float32).eps
+    assert m == 7
+    assert abs(l_i.item() * 2.0**-20 - 1) <= eps
 
 
 def test_a_long_row(randn: Callable[..., Tensor]) -> None:
@@ -145,7 +149,7 @@ def test_huge_scores(randn: Callable[..., Tensor], dtype: torch.dtype, length: i
     check_stats(x, 1)
 
 
-@pytest.mark.parametrize("length", [6, 33000])
+@pytest.mark.parametrize("length", [6, 1000, 33000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinities_and_nan_stay_in_their_row(randn: Callable[..., Tensor], dtype: torch.dtype, length: int) -> None:
     x = randn(6, length, dtype=dtype)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashattn_lite.kernels import softmax_launch as kernels
+from tests.test_softmax import check_softmax, check_stats
 
 SENTINEL = 7.0
 
@@ -42,14 +43,38 @@ def test_more_than_three_row_dimensions_need_a_copy() -> None:
 
 
 def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:
-    """A variant hangs on the tile and on whether 16-byte access is possible, not on the length or the batch."""
+    """A variant hangs on the tile, on whether it is full and on 16-byte access, not on the length or the batch."""
     variants = set()
-    for rows, cols in ((1, 1000), (3, 1000), (64, 520), (5000, 1024)):
+    for rows, cols in ((1, 1000), (3, 1000), (64, 520), (5000, 1016)):
         x = torch.zeros(rows, cols, dtype=torch.float16)
         variants.add(tuple(kernels.plan(x, (x,), 1)[0].kwargs.items()))
     assert len(variants) == 1
     x = torch.zeros(3, 1001, dtype=torch.float16)
     assert [kernels.plan(y, (y,), 1)[0].kwargs["ALIGN"] for y in (x, x[:1], x[:, :1000], x[:1, :1000])] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("op", ["softmax", "stats"])
+def test_a_prepared_call_brings_every_argument_in_its_place(op: str) -> None:
+    x, m = torch.zeros(6, 1000), torch.zeros(6, 1)
+    results = (torch.zeros_like(x),) if op == "softmax" else (m, m + 1)
+    (launch,) = kernels.plan(x, results, 1)
+    ready, started = kernels.prepare(x, results, 1), []
+    ready.start, options = started.append, ready.start.options
+    other = [torch.ones_like(part) for part in (x, *results)]
+    ready(*other)
+    names = launch.kernel.arg_names
+    planned = dict(zip(names, launch.args, strict=False)) | launch.kwargs
+    given = dict(zip(names, started[0], strict=True)) | options
+    tensors = dict.fromkeys(names[: len(other)])
+    assert all(given[name] is part for name, part in zip(tensors, other, strict=True))
+    same = lambda a, b: a.shape == b.shape if isinstance(a, torch.Tensor) else a == b  # room for no parts is a tensor
+    assert planned.keys() == given.keys() and all(same(planned[n], given[n]) for n in planned if n not in tensors)
+
+
+def test_rows_with_parts_are_planned_anew() -> None:
+    x, m = torch.zeros(1, 2**18), torch.zeros(1, 1)
+    assert kernels.prepare(x, (x,), 1) is None
+    assert kernels.prepare(x, (m, m), 1) is None
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -85,3 +110,17 @@ def test_offsets_past_32_bits(kernel_device: torch.device, strides: tuple[int, i
     y = torch.empty(2, 3, device=kernel_device)
     kernels.launch(x, (y,), 1)
     torch.testing.assert_close(y, torch.softmax(x.float(), 1))
+
+
+@pytest.mark.parametrize("top", [63488, 65280, 65536, 66048, 2.0**24])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_where_neighbours_come_to_lie_far_apart(device: torch.device, dtype: torch.dtype, top: float) -> None:
+    """Neighbours are 32 apart in float16 below 2^16; in bfloat16 256, then 512: all but the largest vanish."""
+    if top > torch.finfo(dtype).max:
+        pytest.skip("float16 ends at 65504")
+    for sign in (1, -1):
+        x = torch.full((3, 1000), sign * top, device=device, dtype=dtype)
+        x[1, ::3] = torch.nextafter(x[1, ::3], torch.zeros_like(x[1, ::3]))
+        x[2, 1:] = -sign * top
+        check_softmax(x, 1)
+        check_stats(x, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,14 +88,45 @@ def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile)
 
 @pytest.mark.parametrize("tile", TILES[2:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_waiting_giving_up_and_reading_twice_give_the_same_bits(
+def test_waiting_and_giving_up_give_the_same_bits(
     kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
 ) -> None:  # fmt: skip
     for x, dim in layouts(kernel_device):
         x = x.to(dtype)
         waited = softmax(x, tile, TOGETHER, dim)
-        for other in (softmax(x, tile, TOGETHER, dim, PATIENCE=0), softmax(x, tile, APART, dim)):
-            torch.testing.assert_close(other, waited, rtol=0, atol=0, equal_nan=True)
+        gave_up = softmax(x, tile, TOGETHER, dim, PATIENCE=0)
+        torch.testing.assert_close(gave_up, waited, rtol=0, atol=0, equal_nan=True)
+
+
+def staying(x: Tensor, tile: SoftmaxTile, programs: int, monkeypatch: pytest.MonkeyPatch) -> SoftmaxTile:
+    """That tile with so many programs in all."""
+    monkeypatch.setattr(kernels, "processors", lambda x, target: 1)
+    return replace(tile, programs=programs)
+
+
+@pytest.mark.parametrize(("tile", "programs"), [(TILES[0], 3), (TILES[1], 1), (TILES[2], 100), (TILES[2], 8)], ids=str)
+def test_programs_that_stay_give_the_same_bits(
+    kernel_device: torch.device, tile: SoftmaxTile, programs: int, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """Units taken one after the other, the next one's elements on their way, or by a program each."""
+    for x, dim in layouts(kernel_device)[2:]:
+        ahead = staying(x, tile, programs, monkeypatch)
+        one, other = (softmax(x, t, TOGETHER, dim) for t in (tile, ahead))
+        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+        one, other = (stats(x, replace(t, cols=t.cols // 2, steps=2), dim) for t in (tile, ahead))
+        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+
+
+def test_programs_that_stay_share_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a row's last programs would begin it while its first ones still have another to finish."""
+    monkeypatch.setattr(kernels, "processors", lambda x, target: 132)
+    x = torch.empty(64, 11 * 16, device="meta")
+    (launch,) = kernels.plan(x, (torch.empty_like(x),), 1, tile=SoftmaxTile(1, 16, 4, programs=1), at_once=TOGETHER)
+    assert launch.grid == (132,)
+    (launch,) = kernels.plan(x, (torch.empty_like(x),), 1, tile=SoftmaxTile(1, 32, 4, programs=1), at_once=TOGETHER)
+    assert launch.grid == (132 // 6 * 6,)
+    (launch,) = kernels.plan(x[:2], (torch.empty_like(x[:2]),), 1, tile=SoftmaxTile(1, 16, 4, programs=1), at_once=99)
+    assert launch.grid == (22,)
 
 
 def test_several_tiles_a_program_are_the_whole(kernel_device: torch.device) -> None:  # noqa: F811
@@ -107,13 +139,13 @@ def test_counts_are_zero_again(kernel_device: torch.device) -> None:  # noqa: F8
     """What the next launch must find; so that a second launch with the same counts is right too."""
     x, y = torch.randn(6, 205, device=kernel_device), torch.empty(6, 205, device=kernel_device)
     m, l_i = torch.empty(2, 6, 1, device=kernel_device)
-    for results, at in (((y,), 4), ((m, l_i), 5)):
-        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4), at_once=TOGETHER)
+    for results, at, programs in (((y,), 4, 0), ((y,), 4, 1), ((m, l_i), 5, 0)):
+        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4, programs=programs), at_once=TOGETHER)
         (launch,) = launches
         for _ in range(3):
             results[0].fill_(NAN)
             run(launches)
-            assert (launch.args[at][: launch.grid[0] // 4] == 0).all()
+            assert (launch.args[at][:3] == 0).all()  # of the 3 tiles of rows
             assert not results[0].isnan().any()
 
 
@@ -138,7 +170,8 @@ def test_a_tile_hangs_on_the_row_alone(across: bool) -> None:
             launches = kernels.plan(x, (torch.empty_like(x),), 0 if across else 1, target)
             plans.append([(launch.kernel, launch.kwargs) for launch in launches])
         assert plans[0] == plans[1]
-        assert softmax_tile(cols, 2, target, across=across, keeps=True).cols == plans[0][0][1]["COLS"]
+        keeps = plans[0][0][0].__name__ != "stats_kernel"
+        assert softmax_tile(cols, 2, target, across=across, keeps=keeps).cols == plans[0][0][1]["COLS"]
 
 
 @pytest.mark.slow

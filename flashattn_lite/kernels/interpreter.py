@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def numpy_errors_off() -> AbstractContextManager[object]:
+@contextmanager
+def numpy_errors_off() -> Iterator[None]:
     """The interpreter computes with NumPy, which warns where IEEE arithmetic gives an infinity or NaN as it should."""
     import numpy
 
-    return numpy.errstate(all="ignore")
+    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # a maximum of NaN alone
+        yield

@@ -1,16 +1,22 @@
 """The standalone online softmax in Triton: softmax of rows, or their (m, l), by one program or several for each row.
 
-One program owns a tile of ROWS neighbouring rows and, where rows are long, one of their `splits`. `top` is the row
-maximum in natural units, and scores enter the state measured from it: x * log2(e) would overflow float32 from 2.4e38 on
-and round away what sets large scores apart, x - top does neither. Invariant: (top, l_i) is the maximum of the columns
-taken so far and their sum of exp(x - top), both float32. A split's (top, l_i) is its part; the parts of a row are
-merged in one order, pairwise, by whoever needs them, so that the same row has the same bits by every way below.
+A unit of work is a tile of ROWS neighbouring rows and, where rows are long, one of their `splits`. Of the programs that
+the GPU holds at once each takes every `programs`-th unit: with AHEAD, a unit's elements are on their way while its
+program still works on the one before, in the input's own format, which for two-byte elements is half the registers.
+Those are bound by instructions, of which each element costs 8 in softmax_kernel, 11 in together_kernel and 6 in
+stats_kernel: so a full tile has no mask, a pair stays one word until it is computed with, and x - top is an fma.
+
+`top` is the row maximum in natural units, and scores enter the state measured from it: x * log2(e) would overflow
+float32 from 2.4e38 on and round away what sets large scores apart, x - top does neither. Invariant: (top, l_i) is the
+maximum of the columns taken so far and their sum of exp(x - top), both float32. A split's (top, l_i) is its part; the
+parts of a row are merged in one order, pairwise, by whoever needs them, so that a row has the same bits whichever
+program takes which unit, waits or gives up.
 
 | kernel | programs of a row | bytes moved |
 | --- | --- | --- |
 | softmax_kernel | one | one read, one write: the row stays in registers |
 | together_kernel | its splits, all on the GPU at once | one read, one write: they wait for each other's parts |
-| stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: for rows that no GPU holds |
+| stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer |
 
 stats_kernel alone is `softmax_stats`: always one read; of a row's splits the one that comes last merges the parts.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
@@ -22,20 +28,47 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, reference, update_fixed
-
-# One int32 for each tile of rows counts its programs: 1 for each that has stored its part, LEFT more when it is done
-# waiting. The last to leave sets it back to 0, what the next launch must find.
-LEFT: tl.constexpr = tl.constexpr(1 << 16)
-HERE: tl.constexpr = tl.constexpr(LEFT.value - 1)
+from flashattn_lite.kernels.softmax_tiles import (
+    addresses,
+    columns,
+    divided,
+    inside,
+    lanes,
+    load,
+    locate,
+    tops,
+    unit_of,
+    widen,
+)
 
 
 @triton.jit
-def state_of(x):
-    """(top, l_i) [M] of a tile x [M, N] in natural units, and p = exp(x - top) [M, N]."""
-    top = tl.max(x, 1)
-    zero = tl.zeros_like(top)
-    l_i, p = update_fixed(zero, zero, x - reference(top)[:, None], LOG2E)
-    return top, l_i, p
+def weighed(x, top, DTYPE: tl.constexpr):
+    """(l, p [M, N], fix) of x [M, N] in natural units: p * fix [M] = exp(x - top) and l is the sum of p.
+
+    Where x was of two bytes: one fma instead of a subtraction and a product. Its reference is rounded, by less than
+    2^-7, which is common to a row; fix takes it off. From 2^16 on neighbours of those formats lie 2^8 apart and p is 1
+    or 0 by whichever factor: 1 neither rounds nor overflows.
+    """
+    zero, origin = tl.zeros_like(top), reference(top)
+    if DTYPE.primitive_bitwidth == 16:
+        scale = tl.where(tl.abs(origin) < 65536.0, LOG2E, 1.0)
+        m_ref = origin * scale
+        l_i, p = update_fixed(m_ref, zero, x, scale[:, None])
+        fix = tl.exp2(-tl.fma(origin, scale, -m_ref))
+    else:
+        l_i, p = update_fixed(zero, zero, x - origin[:, None], LOG2E)
+        fix = zero + 1.0
+    return l_i, p, fix
+
+
+@triton.jit
+def state_of(x, DTYPE: tl.constexpr, BOTH: tl.constexpr):
+    """(top, l_i) [M] of a tile x as it was loaded, and (p [M, N], fix [M]) with p * fix = exp(x - top)."""
+    wide = widen(x, DTYPE)
+    top = tops(x, wide, DTYPE, BOTH)
+    l_i, p, fix = weighed(wide, top, DTYPE)
+    return top, l_i * fix, p, fix
 
 
 @triton.jit
@@ -46,44 +79,43 @@ def merge_from(origin, m_a, l_a, m_b, l_b):
 
 
 @triton.jit
-def locate(tile, size_1, size_r, ROWS: tl.constexpr):
-    """A tile's index in the two outer row dimensions and its ROWS indices in the inner one, all 64-bit."""
-    tiles = tl.cdiv(size_r, ROWS)
-    outer = tile // tiles
-    offs_r = tile % tiles * ROWS + tl.arange(0, ROWS)
-    return outer // size_1, outer % size_1, offs_r
-
-
-@triton.jit
-def offsets(offs_r, offs_n, stride_r, stride_n, UNIT: tl.constexpr, ACROSS: tl.constexpr):
-    """[M, N] 64-bit element offsets. A unit stride is known when compiling, so that neighbours are loaded together."""
-    if UNIT and ACROSS:
-        return offs_r[:, None] + offs_n[None, :].to(tl.int64) * stride_n
-    elif UNIT:
-        return offs_r[:, None] * stride_r + offs_n[None, :]
-    else:
-        return offs_r[:, None] * stride_r + offs_n[None, :].to(tl.int64) * stride_n
-
-
-@triton.jit
-def load(x_ptr, offs, inside):
-    """A tile [M, N] in float32; what lies outside its rows or columns is -inf, which adds nothing to a sum."""
-    return tl.load(x_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
+def merge_along(m_i, l_i):
+    """(top, l_i) [M] of M rows of states [M, N] in natural units."""
+    top = tl.max(m_i, 1)
+    origin = reference(top)[:, None]
+    # Each is merged with a state that has seen nothing and stands at top: so all have one reference, and l only adds.
+    return top, tl.sum(merge_from(origin, m_i, l_i, origin, tl.zeros_like(l_i)), 1)
 
 
 @triton.jit
 def merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS: tl.constexpr, PARTS: tl.constexpr):
     """(top, l_i) [ROWS] over all splits of a tile of rows; PARTS, a power of two, holds their number."""
     offs_s = tl.arange(0, PARTS)
-    offs = (tile * splits + offs_s)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, PARTS]
+    offs = (tile.to(tl.int64) * splits + offs_s)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, PARTS]
     there = (offs_s < splits)[None, :]
     # From the L2 cache, past the L1: other programs wrote them.
     m_i = tl.load(m_parts_ptr + offs, mask=there, other=EMPTY_M, cache_modifier=".cg")
     l_i = tl.load(l_parts_ptr + offs, mask=there, other=EMPTY_L, cache_modifier=".cg")
-    top = tl.max(m_i, 1)
-    origin = reference(top)[:, None]
-    # Each is merged with a state that has seen nothing and stands at top: so all have one reference, and l only adds.
-    return top, tl.sum(merge_from(origin, m_i, l_i, origin, tl.zeros_like(l_i)), 1)
+    return merge_along(m_i, l_i)
+
+
+@triton.jit
+def store_part(m_parts_ptr, l_parts_ptr, part, m_part, l_part, ROWS: tl.constexpr):
+    offs = tl.cast(part, tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(m_parts_ptr + offs, m_part)
+    tl.store(l_parts_ptr + offs, l_part)
+
+
+@triton.jit
+def arrive(count_ptr, splits, split):
+    """Counts a split whose part is stored; what it returns is 0 from the last of a tile's splits on.
+
+    Split 0 takes off what the others add: so the count is 0 again, what the next launch must find, and it is 0 for one
+    that has arrived only when all have.
+    """
+    tl.debug_barrier()  # every thread's part is stored before one of them counts it
+    mine = tl.where(split == 0, 1 - splits, 1)
+    return tl.atomic_add(count_ptr, mine, sem="acq_rel") + mine
 
 
 @triton.jit
@@ -95,35 +127,49 @@ def share_of(m_part, top, l_i):
 
 # Nothing is specialized on a size or a stride, so nothing recompiles because a row grew. Vectorized access rests on
 # ALIGN instead: strides, and the number of columns, come divided by it.
-@triton.jit(do_not_specialize=range(2, 13))
+@triton.jit(do_not_specialize=range(2, 14))
 def softmax_kernel(
-    x_ptr, y_ptr, cols: tl.int64, size_1: tl.int64, size_r: tl.int64,
+    x_ptr, y_ptr, units: tl.int32, cols: tl.int64, size_1: tl.int32, size_r: tl.int64,
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_y0: tl.int64, stride_y1: tl.int64, stride_yr: tl.int64, stride_yn: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACROSS: tl.constexpr, ALIGN: tl.constexpr,
-    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr, ACROSS: tl.constexpr, ALIGN: tl.constexpr,
+    EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr, BOTH: tl.constexpr, X_UNIT: tl.constexpr,
+    Y_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax(x) along the columns, for rows that are one tile."""
-    i_0, i_1, offs_r = locate(tl.program_id(0), size_1, size_r, ROWS)
-    x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
-    y_ptr += (i_0 * stride_y0 + i_1 * stride_y1) * ALIGN
-    offs_n = tl.arange(0, COLS)
-    inside = (offs_r < size_r)[:, None] & (offs_n < cols * ALIGN)[None, :]
-    x = load(x_ptr, offsets(offs_r, offs_n, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS), inside)
-    top, l_i, p = state_of(x)
-    inv_l, _ = finish(top, l_i)
-    y = (p * inv_l[:, None]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offsets(offs_r, offs_n, stride_yr * ALIGN, stride_yn * ALIGN, Y_UNIT, ACROSS), y, mask=inside)
+    """y = softmax(x) along the columns, for rows that are one tile. Without AHEAD each program has one."""
+    x_strides, y_strides = (stride_x0, stride_x1, stride_xr, stride_xn), (stride_y0, stride_y1, stride_yr, stride_yn)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = COLS // WIDTH
+    offs_w, offs_n = tl.arange(0, WORDS), tl.arange(0, COLS)
+    words, cols = cols * (ALIGN // WIDTH), cols * ALIGN
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    at = locate(first, size_1, size_r, ROWS, FLAT)
+    x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+    for unit in range(first, units if AHEAD else first + 1, programs if AHEAD else 1):
+        wide = widen(x, DTYPE)
+        top = tops(x, wide, DTYPE, BOTH)
+        if AHEAD:
+            at = locate(unit + programs, size_1, size_r, ROWS, FLAT)
+            rows = tl.where(unit + programs < units, size_r, 0)
+            x = load(x_ptr, x_strides, at, offs_w, rows, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+        # What p is off by is common to a row.
+        l_i, p, _ = weighed(wide, top, DTYPE)
+        inv_l, _ = finish(l_i, l_i)
+        y = (p * inv_l[:, None]).to(y_ptr.dtype.element_ty)
+        at = locate(unit, size_1, size_r, ROWS, FLAT)
+        there = inside(at, offs_n, size_r, cols, EVEN)
+        tl.store(addresses(y_ptr, y_strides, at, offs_n, ALIGN, Y_UNIT, ACROSS), y, mask=there)
 
 
-@triton.jit(do_not_specialize=range(5, 17))
+@triton.jit(do_not_specialize=range(5, 18))
 def together_kernel(
     x_ptr, y_ptr, m_parts_ptr, l_parts_ptr, counts_ptr,
-    cols: tl.int64, splits: tl.int64, size_1: tl.int64, size_r: tl.int64,
+    units: tl.int32, cols: tl.int64, splits: tl.int32, size_1: tl.int32, size_r: tl.int64,
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_y0: tl.int64, stride_y1: tl.int64, stride_yr: tl.int64, stride_yn: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PATIENCE: tl.constexpr,
-    ACROSS: tl.constexpr, ALIGN: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PATIENCE: tl.constexpr, AHEAD: tl.constexpr,
+    ALIGN: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr,
+    BOTH: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(x) along the columns, for rows of several tiles, each of which stays in its program's registers.
 
@@ -131,51 +177,59 @@ def together_kernel(
     on the GPU already or next; but nothing promises that (another kernel may hold the GPU), and so nobody waits for
     ever: after PATIENCE looks a program computes all parts of its row itself, to the same bits, and goes on.
     """
-    cols *= ALIGN
-    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS)
-    x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
-    y_ptr += (i_0 * stride_y0 + i_1 * stride_y1) * ALIGN
-    rows = (offs_r < size_r)[:, None]
-    offs_n = split * COLS + tl.arange(0, COLS)
-    inside = rows & (offs_n < cols)[None, :]
-    offs_x = offsets(offs_r, offs_n, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS)
-    m_part, l_part, p = state_of(load(x_ptr, offs_x, inside))
-    offs_part = (tile * splits + split) * ROWS + tl.arange(0, ROWS)
-    tl.store(m_parts_ptr + offs_part, m_part)
-    tl.store(l_parts_ptr + offs_part, l_part)
-    tl.debug_barrier()  # every thread's part is stored before one of them counts it
-    here = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") + 1
-    looks = 0
-    while ((here & HERE) < splits) & (looks < PATIENCE):
-        here = tl.atomic_add(counts_ptr + tile, 0, sem="acquire")
-        looks += 1
-    if (here & HERE) < splits:
-        for other in range(splits):
-            offs_o = other * COLS + tl.arange(0, COLS)
-            offs_xo = offsets(offs_r, offs_o, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS)
-            m_o, l_o, _ = state_of(load(x_ptr, offs_xo, rows & (offs_o < cols)[None, :]))
-            # Over what the other may be storing now: the same bits.
-            offs_part = (tile * splits + other) * ROWS + tl.arange(0, ROWS)
-            tl.store(m_parts_ptr + offs_part, m_o)
-            tl.store(l_parts_ptr + offs_part, l_o)
-        tl.debug_barrier()
-        # Loaded anew rather than held in registers all the while: the rare way must not slow the usual one.
-        m_part, l_part, p = state_of(load(x_ptr, offs_x, inside))
-    top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
-    y = (p * share_of(m_part, top, l_i)[:, None]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offsets(offs_r, offs_n, stride_yr * ALIGN, stride_yn * ALIGN, Y_UNIT, ACROSS), y, mask=inside)
-    # Nobody reads what this orders but the next launch, so that no store is waited for.
-    if tl.atomic_add(counts_ptr + tile, LEFT, sem="relaxed") == splits + (splits - 1) * LEFT:
-        tl.store(counts_ptr + tile, 0)
+    x_strides, y_strides = (stride_x0, stride_x1, stride_xr, stride_xn), (stride_y0, stride_y1, stride_yr, stride_yn)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = COLS // WIDTH
+    words, cols = cols * (ALIGN // WIDTH), cols * ALIGN
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    tile, split = divided(first, splits)
+    at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split, WORDS)
+    x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
+    for unit in range(first, units if AHEAD else first + 1, programs if AHEAD else 1):
+        m_part, l_part, p, fix = state_of(x, DTYPE, BOTH)
+        store_part(m_parts_ptr, l_parts_ptr, unit, m_part, l_part, ROWS)
+        missing = arrive(counts_ptr + tile, splits, split)
+        if AHEAD:
+            # Only now: arriving waits for what a thread still has on its way. From here on the next unit's elements
+            # cover the wait for the others and the stores.
+            next_tile, next_split = divided(unit + programs, splits)
+            at, offs_w = locate(next_tile, size_1, size_r, ROWS, FLAT), columns(next_split, WORDS)
+            rows = tl.where(unit + programs < units, size_r, 0)
+            x = load(x_ptr, x_strides, at, offs_w, rows, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
+        looks = 0
+        while (missing != 0) & (looks < PATIENCE):
+            missing = tl.atomic_add(counts_ptr + tile, 0, sem="acquire")
+            looks += 1
+        if missing != 0:
+            at = locate(tile, size_1, size_r, ROWS, FLAT)
+            for other in range(splits):
+                offs_w = columns(other, WORDS)
+                x_o = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
+                m_o, l_o, _, _ = state_of(x_o, DTYPE, False)
+                # Over what the other may be storing now: the same bits.
+                store_part(m_parts_ptr, l_parts_ptr, tile * splits + other, m_o, l_o, ROWS)
+            tl.debug_barrier()
+            # Loaded anew rather than held in registers all the while, and without BOTH, which spilled 14 of them: the
+            # rare way must not slow the usual one.
+            offs_w = columns(split, WORDS)
+            x_o = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
+            m_part, l_part, p, fix = state_of(x_o, DTYPE, False)
+        top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
+        y = (p * (fix * share_of(m_part, top, l_i))[:, None]).to(y_ptr.dtype.element_ty)
+        at, offs_n = locate(tile, size_1, size_r, ROWS, FLAT), columns(split, COLS)
+        there = inside(at, offs_n, size_r, cols, EVEN)
+        tl.store(addresses(y_ptr, y_strides, at, offs_n, ALIGN, Y_UNIT, False), y, mask=there)
+        if AHEAD:
+            tile, split = next_tile, next_split
 
 
 @triton.jit
-def take(top, l_i, x):
-    """Takes a tile x [M, N] in natural units into (top, l_i) [M]."""
-    m_x, l_x, _ = state_of(x)
-    top_new = tl.maximum(top, m_x)
-    return top_new, merge_from(reference(top_new), top, l_i, m_x, l_x)
+def take(top, l_i, x, DTYPE: tl.constexpr, BOTH: tl.constexpr):
+    """Takes a tile x, as it was loaded, into (top, l_i) [M]."""
+    wide = widen(x, DTYPE)
+    top_new = tl.maximum(top, tops(x, wide, DTYPE, BOTH))
+    l_new, _, fix = weighed(wide, top_new, DTYPE)
+    return top_new, l_i * tl.exp2((top - reference(top_new)) * LOG2E) + l_new * fix
 
 
 @triton.jit
@@ -186,73 +240,83 @@ def store_stats(m_ptr, l_ptr, offs, rows, top, l_i):
     tl.store(l_ptr + offs, l_i, mask=rows)
 
 
-@triton.jit(do_not_specialize=range(6, 18))
+@triton.jit(do_not_specialize=range(6, 19))
 def stats_kernel(
     x_ptr, m_ptr, l_ptr, m_parts_ptr, l_parts_ptr, counts_ptr,
-    cols: tl.int64, splits: tl.int64, steps: tl.int64, size_1: tl.int64, size_r: tl.int64,
+    units: tl.int32, cols: tl.int64, splits: tl.int32, steps: tl.int32, size_1: tl.int32, size_r: tl.int64,
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_m0: tl.int64, stride_m1: tl.int64, stride_mr: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, MERGE: tl.constexpr,
-    ACROSS: tl.constexpr, ALIGN: tl.constexpr, X_UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    ACROSS: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr,
+    BOTH: tl.constexpr, X_UNIT: tl.constexpr,
 ):  # fmt: skip
     """m = max(x), l = sum of exp(x - m) along the columns; m and l share their strides, which ALIGN does not divide.
 
-    PARTS 1: a program owns whole rows. More: it owns `steps` tiles of them, and stores their part; with MERGE, the one
-    that comes last merges the parts into m and l.
+    PARTS 1: a unit is whole rows. More: it is `steps` tiles of them, whose part is stored, and the one that comes last
+    merges the parts. The next tile is always on its way. Each of a row's LANES has a state of its own until a unit's
+    end, so that its threads need not meet before.
     """
-    cols *= ALIGN
-    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS)
-    x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
-    rows = offs_r < size_r
-    offs_n = split * steps * COLS + tl.arange(0, COLS)
-    offs_x = offsets(offs_r, offs_n, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS)
-    top, l_i, _ = state_of(load(x_ptr, offs_x, rows[:, None] & (offs_n < cols)[None, :]))
-    for _ in range(1, steps):
-        offs_n += COLS
-        offs_x = offsets(offs_r, offs_n, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS)
-        top, l_i = take(top, l_i, load(x_ptr, offs_x, rows[:, None] & (offs_n < cols)[None, :]))
-    offs_m = i_0 * stride_m0 + i_1 * stride_m1 + offs_r * stride_mr
-    if PARTS == 1:
-        store_stats(m_ptr, l_ptr, offs_m, rows, top, l_i)
-    else:
-        offs_part = (tile * splits + split) * ROWS + tl.arange(0, ROWS)
-        tl.store(m_parts_ptr + offs_part, top)
-        tl.store(l_parts_ptr + offs_part, l_i)
-        if MERGE:
-            tl.debug_barrier()  # every thread's part is stored before one of them counts it
-            if tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == splits - 1:
+    x_strides = stride_x0, stride_x1, stride_xr, stride_xn
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = COLS // WIDTH
+    words = cols * (ALIGN // WIDTH)
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    tile, split = unit_of(first, splits, units, ACROSS)
+    at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split.to(tl.int64) * steps, WORDS)
+    x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+    for unit in range(first, units, programs):
+        top, l_i = tl.full([ROWS * LANES], EMPTY_M, tl.float32), tl.full([ROWS * LANES], EMPTY_L, tl.float32)
+        at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split.to(tl.int64) * steps, WORDS)
+        for _ in range(1, steps):
+            taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
+            offs_w += WORDS
+            x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+            top, l_i = take(top, l_i, taken, DTYPE, BOTH)
+        taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
+        next_tile, next_split = unit_of(unit + programs, splits, units, ACROSS)
+        at, offs_w = locate(next_tile, size_1, size_r, ROWS, FLAT), columns(next_split.to(tl.int64) * steps, WORDS)
+        rows = tl.where(unit + programs < units, size_r, 0)
+        x = load(x_ptr, x_strides, at, offs_w, rows, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+        top, l_i = take(top, l_i, taken, DTYPE, BOTH)
+        top, l_i = merge_along(tl.reshape(top, [ROWS, LANES]), tl.reshape(l_i, [ROWS, LANES]))
+        i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS, FLAT)
+        offs_m = i_0 * stride_m0 + i_1 * stride_m1 + offs_r * stride_mr
+        if PARTS == 1:
+            store_stats(m_ptr, l_ptr, offs_m, offs_r < size_r, top, l_i)
+        else:
+            store_part(m_parts_ptr, l_parts_ptr, tile * splits + split, top, l_i, ROWS)
+            if arrive(counts_ptr + tile, splits, split) == 0:
                 top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
-                store_stats(m_ptr, l_ptr, offs_m, rows, top, l_i)
-                tl.store(counts_ptr + tile, 0)
+                store_stats(m_ptr, l_ptr, offs_m, offs_r < size_r, top, l_i)
+        tile, split = next_tile, next_split
 
 
-@triton.jit(do_not_specialize=range(4, 17))
+@triton.jit(do_not_specialize=range(4, 18))
 def normalise_kernel(
-    x_ptr, y_ptr, m_parts_ptr, l_parts_ptr,
-    cols: tl.int64, splits: tl.int64, steps: tl.int64, size_1: tl.int64, size_r: tl.int64,
+    x_ptr, y_ptr, m_ptr, l_ptr,
+    units: tl.int32, cols: tl.int64, splits: tl.int32, steps: tl.int32, size_1: tl.int32, size_r: tl.int64,
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_y0: tl.int64, stride_y1: tl.int64, stride_yr: tl.int64, stride_yn: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
-    ACROSS: tl.constexpr, ALIGN: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACROSS: tl.constexpr, ALIGN: tl.constexpr,
+    EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax(x) along the columns, from the parts that stats_kernel stored."""
-    cols *= ALIGN
+    """y = softmax(x) along the columns, from their (m, l) row after row."""
+    x_strides, y_strides = (stride_x0, stride_x1, stride_xr, stride_xn), (stride_y0, stride_y1, stride_yr, stride_yn)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = COLS // WIDTH
+    words, cols = cols * (ALIGN // WIDTH), cols * ALIGN
     # Backwards: what the launch before read last is what the L2 cache still holds.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile, split = program // splits, program % splits
-    i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS)
-    x_ptr += (i_0 * stride_x0 + i_1 * stride_x1) * ALIGN
-    y_ptr += (i_0 * stride_y0 + i_1 * stride_y1) * ALIGN
-    top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
-    m_part = tl.load(m_parts_ptr + (tile * splits + split) * ROWS + tl.arange(0, ROWS))
-    share = share_of(m_part, top, l_i)
-    offs_n = split * steps * COLS + tl.arange(0, COLS)
+    tile, split = unit_of(units - 1 - tl.program_id(0), splits, units, ACROSS)
+    at, number = locate(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
+    offs_w, offs_n = columns(number, WORDS), columns(number, COLS)
+    offs_m = (at[0] * size_1 + at[1]) * size_r + at[2]
+    top = tl.load(m_ptr + offs_m, mask=at[2] < size_r, other=EMPTY_M)
+    inv_l, _ = finish(top, tl.load(l_ptr + offs_m, mask=at[2] < size_r, other=EMPTY_L))
     for _ in range(steps):
-        inside = (offs_r < size_r)[:, None] & (offs_n < cols)[None, :]
-        offs_x = offsets(offs_r, offs_n, stride_xr * ALIGN, stride_xn * ALIGN, X_UNIT, ACROSS)
-        p = tl.exp2((load(x_ptr, offs_x, inside) - reference(m_part)[:, None]) * LOG2E)  # [M, N]
-        y = (p * share[:, None]).to(y_ptr.dtype.element_ty)
-        offs_y = offsets(offs_r, offs_n, stride_yr * ALIGN, stride_yn * ALIGN, Y_UNIT, ACROSS)
-        tl.store(y_ptr + offs_y, y, mask=inside)
+        x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+        _, p, fix = weighed(widen(x, DTYPE), top, DTYPE)
+        y = (p * (fix * inv_l)[:, None]).to(y_ptr.dtype.element_ty)
+        there = inside(at, offs_n, size_r, cols, EVEN)
+        tl.store(addresses(y_ptr, y_strides, at, offs_n, ALIGN, Y_UNIT, ACROSS), y, mask=there)
+        offs_w += WORDS
         offs_n += COLS

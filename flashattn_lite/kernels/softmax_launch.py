@@ -13,6 +13,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
+from flashattn_lite.kernels.start import Starter, counts_for
 from flashattn_lite.kernels.tuning import SoftmaxTile, softmax_tile
 from flashattn_lite.target import Target
 
@@ -100,61 +101,65 @@ def plan(
     vector = VECTOR_BYTES // x.element_size()
     divisible = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
     # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
-    align = vector if not across and math.gcd(vector, *divisible) == vector else 1
-    tile = tile or softmax_tile(cols, x.element_size(), target, across=across, keeps=wants_softmax)
+    align = vector if cols and not across and math.gcd(vector, *divisible) == vector else 1
+    sms = processors(x, target)
+    given, tile = tile, tile or softmax_tile(cols, x.element_size(), target, across=across, keeps=wants_softmax)
+    most = sms if at_once is None else at_once
+    splits, steps = tile.split(cols)
+    together = wants_softmax and steps == 1 and splits <= (1 if across else max(most, 1))
+    if given is None and wants_softmax and not together:
+        tile = softmax_tile(cols, x.element_size(), target, across=across, keeps=False)
     tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
     splits, steps = tile.split(cols)
+    units = tiles * splits
     sizes = (dims[1].size, dims[-1].size)
     x_steps = tuple(stride // align for stride in x_strides)
     y_steps = tuple(stride // align for stride in y_strides)
-    shape = {"ROWS": tile.rows, "COLS": tile.cols, "ACROSS": across, "ALIGN": align, "X_UNIT": x_unit}
+    shape = {"ROWS": tile.rows, "COLS": tile.cols, "ALIGN": align, "X_UNIT": x_unit}
+    shape["WIDTH"] = 2 if x_unit and align > 1 and x.element_size() == 2 else 1
+    # Of sizes a kernel knows only what most calls share and what pays for every element.
+    shape["EVEN"], shape["FLAT"] = cols == splits * steps * tile.cols, dims[0].size == dims[1].size == 1
+    halves = target.kind == "cuda" and not target.interpreting and int(target.arch) >= 80
+    compares = {"BOTH": halves and shape["WIDTH"] == 2}
     options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers and target.kind == "cuda":
         options["maxnreg"] = tile.registers
-    if wants_softmax and splits == steps == 1:
-        args = (x, y, cols // align, *sizes, *x_steps, *y_steps)
-        return [Launch(softmax_kernel, (tiles,), args, shape | {"Y_UNIT": y_unit} | options)]
-    m_parts, l_parts = parts_for(x, tiles * splits * tile.rows if splits > 1 else 0)
-    shape |= {"PARTS": triton.next_power_of_2(splits)}
-    grid = (tiles * splits,)
-    if wants_softmax and steps == 1 and splits <= (processors(x, target) if at_once is None else at_once):
-        args = (x, y, m_parts, l_parts, counts_for(x, tiles), cols // align, splits, *sizes, *x_steps, *y_steps)
-        shape |= {"PATIENCE": 1 if target.interpreting else PATIENCE, "Y_UNIT": y_unit}
-        return [Launch(together_kernel, grid, args, shape | options)]
-    lengths = (cols // align, splits, steps)
-    if wants_softmax:
-        args = (x, m_parts, l_parts, m_parts, l_parts, m_parts, *lengths, *sizes, *x_steps, 0, 0, 0)
-        first = Launch(stats_kernel, grid, args, shape | {"MERGE": False} | options)
-        # Each split again, in half tiles: nothing is summed there, and half the registers serve.
-        args = (x, y, m_parts, l_parts, cols // align, splits, 2 * steps, *sizes, *x_steps, *y_steps)
-        shape |= {"COLS": tile.cols // 2, "Y_UNIT": y_unit}
-        return [first, Launch(normalise_kernel, grid, args, shape | options)]
+    ahead, grid = programs_of(tile, units, splits, sms)
+    if together and splits == 1:
+        args = (x, y, units, cols // align, *sizes, *x_steps, *y_steps)
+        own = {"AHEAD": ahead, "ACROSS": across, "Y_UNIT": y_unit}
+        return [Launch(softmax_kernel, grid, args, shape | compares | own | options)]
+    m_parts, l_parts = parts_for(x, units * tile.rows if splits > 1 else 0)
     counts = counts_for(x, tiles) if splits > 1 else m_parts
-    args = (x, *results, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *(d.stride_y for d in dims))
-    return [Launch(stats_kernel, grid, args, shape | {"MERGE": splits > 1} | options)]
+    lengths, parts = (units, cols // align, splits), {"PARTS": triton.next_power_of_2(splits)}
+    if together:
+        args = (x, y, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *y_steps)
+        own = {"PATIENCE": 1 if target.interpreting else PATIENCE, "AHEAD": ahead, "Y_UNIT": y_unit}
+        return [Launch(together_kernel, grid, args, shape | compares | parts | own | options)]
+    shape["ACROSS"] = across
+    stats = parts_for(x, math.prod(d.size for d in dims)) if wants_softmax else results
+    stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
+    args = (x, *stats, m_parts, l_parts, counts, *lengths, steps, *sizes, *x_steps, *stats_strides)
+    own = {"LANES": tile.lanes(across, align)}
+    launches = [Launch(stats_kernel, grid, args, shape | compares | parts | own | options)]
+    if wants_softmax:
+        args = (x, y, *stats, *lengths, steps, *sizes, *x_steps, *y_steps)
+        launches.append(Launch(normalise_kernel, (units,), args, shape | {"Y_UNIT": y_unit} | options))
+    return launches
+
+
+def programs_of(tile: SoftmaxTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
+    """Whether programs stay and take one unit after the other, and the grid."""
+    # As many as whole rows need: a row that some of them begin one unit later is waited for by the others.
+    staying = max(1, tile.programs * sms // splits) * splits
+    ahead = tile.programs > 0 and sms > 0
+    return ahead, (min(units, staying) if ahead else units,)
 
 
 def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Room for the parts (m, l) of a launch, each 16-byte aligned."""
     both = x.new_empty(2, max(4, -(-count // 4) * 4), dtype=torch.float32)
     return both[0], both[1]
-
-
-_counts: dict[tuple[int, int], Tensor] = {}
-
-
-def counts_for(x: Tensor, count: int) -> Tensor:
-    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them.
-
-    A stream's launches follow one another, so that they can share; a CUDA graph, which may be replayed on any stream,
-    and the interpreter get zeros of their own.
-    """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=x.device)
-    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
-    if key not in _counts or _counts[key].numel() < count:
-        _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
-    return _counts[key]
 
 
 @functools.cache
@@ -184,6 +189,29 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
         launch(x.contiguous(), flat, dim)  # type: ignore[arg-type]
         for result, values in zip(results, flat, strict=True):
             result.copy_(values)
+
+
+class Ready:
+    """A call whose launch was planned, for others of the same metadata on a GPU."""
+
+    def __init__(self, launch: Launch, tensors: int) -> None:
+        values = dict(launch.kwargs)
+        names = launch.kernel.arg_names[len(launch.args) :]
+        self.rest = (*launch.args[tensors:], *(values.pop(name) for name in names))
+        self.start = Starter(launch.kernel, launch.grid[0], values, launch.args[0].device)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        self.start((*tensors, *self.rest))
+
+
+def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:
+    """None where a launch needs room of its own for parts: long rows, whose time on the GPU hides the host's."""
+    planned = plan(x, results, dim)
+    if planned is None or len(planned) > 1 or planned[0].kernel is together_kernel:
+        return None
+    if planned[0].kernel is stats_kernel and planned[0].kwargs["PARTS"] > 1:
+        return None
+    return Ready(planned[0], 1 + len(results))
 
 
 def interpret(x: Tensor, results: Results, dim: int) -> None:

@@ -132,7 +132,8 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
 class SoftmaxTile:
     """Rows and columns of a softmax tile, warps, registers a thread at most (0: the compiler's choice).
 
-    A program takes `steps` tiles of a row, or more where its parts would pass MOST_PARTS.
+    A unit is `steps` tiles of a row, or more where its parts would pass MOST_PARTS. `programs`: as many on each SM stay
+    there and take unit after unit, the next one's elements on their way; 0: a program for each unit.
     """
 
     rows: int
@@ -140,6 +141,13 @@ class SoftmaxTile:
     num_warps: int
     registers: int = 0
     steps: int = 1
+    programs: int = 0
+
+    def lanes(self, across: bool, align: int) -> int:
+        """Threads that share a row in the layout that Triton gives a tile, which runs along neighbours first."""
+        if across:
+            return max(1, min(32 * self.num_warps // self.rows, self.cols))
+        return min(32 * self.num_warps, self.cols // align)
 
     def split(self, cols: int) -> tuple[int, int]:
         """(splits, steps): how many programs share a row of that many columns, and the tiles that each takes."""
@@ -150,15 +158,49 @@ class SoftmaxTile:
 
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
-SHORT_ELEMENTS = 4096  # of a tile of short rows: 32 in each of 128 threads
-# Rows of more elements than `whole` are split, by bytes an element; what stays in registers is 32 to 64 float32 a
-# thread, no spills by tests/test_compile_offline_softmax.py. Not yet measured.
-WHOLE = {2: 16384, 4: 32768}
-SPLIT = SoftmaxTile(1, 16384, 8, registers=128)  # two programs an SM
-STATS = SoftmaxTile(1, 8192, 8)
-# Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole, or splits.
-WHOLE_ACROSS = 16384
-SPLIT_ACROSS = SoftmaxTile(NEIGHBOURS, 256, 16)
+# All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
+# `programs` > 0. Entries marked * were measured with the form before, of half as many instructions again.
+# Shorter rows share a tile of so many elements. 2^20 x 32: 3715 / 3850 with 1024 and a warp, 3519 / 3784 with four
+# times both.
+# * Statistics, 32768 x 1024: 2297 / 3657 with 2048 and a warp, 2253 / 3545 with 1024, 1752 / 3380 with 4096 and 4.
+SHORT = {True: SoftmaxTile(1, 1024, 1), False: SoftmaxTile(1, 2048, 1, programs=12)}  # by `keeps`
+# Tiles of whole rows by bytes an element and by columns, a power of two; rows of more than the last are split. Of 2048
+# columns not measured.
+WHOLE = {
+    2: {
+        2048: SoftmaxTile(1, 2048, 4),
+        4096: SoftmaxTile(1, 4096, 8),  # 4096 rows: 3125; 3102 with 4 warps, 3048 stay; a copy 3231
+        8192: SoftmaxTile(1, 8192, 8),  # * 16384 rows: 4004; 3420 with 16, 3669 stay
+        16384: SoftmaxTile(1, 16384, 8),  # * 8192 rows: 3718; 3591 with 16, 3722 stay. 128 rows: 957, 975 with 16
+        32768: SoftmaxTile(
+            1, 32768, 16, 128, programs=1
+        ),  # 8192 rows: 3863; 3424 do not stay, 3870 with 32; a copy 4145
+    },
+    4: {
+        2048: SoftmaxTile(1, 2048, 4),
+        4096: SoftmaxTile(1, 4096, 4),  # 4096 rows: 3558; 3554 with 8 warps; a copy 3676
+        8192: SoftmaxTile(1, 8192, 16),  # * 16384 rows: 4079; 4043 with 8, 3770 stay
+        16384: SoftmaxTile(1, 16384, 16),  # * 8192 rows: 4055; 4058 with 8, 3843 stay. 128 rows: 1481, 1489 with 8
+        32768: SoftmaxTile(1, 32768, 16),  # 8192 rows: 4171; * 4130 with 32; a copy 4233
+    },
+}
+# Rows of 2^17 and 2^20. bf16: 3083 and 2456; 2711 and 2138 with 168 registers and 3 that stay, 2791 and 2217 if none
+# does, at most 2764 and 1636 with tiles of 16384. fp32: 3690 and 2865; 3701 and 2584 with 8 warps, 3324 and 2855 with
+# 168 registers and 3 that stay. In two launches * 2267 and 1788, 2606 and 2156. A copy: 4114 and 3216, 4163 and 3692.
+SPLIT = {2: SoftmaxTile(1, 8192, 4, 128, programs=4), 4: SoftmaxTile(1, 8192, 4, 128)}
+# Statistics by the columns up to which a tile serves; STATS beyond.
+STATS_WHOLE = {
+    4096: SoftmaxTile(1, 1024, 1, steps=4, programs=20),  # 4096 x 4096: 2356; * 1879 / 2987 a tile a row, 4 warps
+    # * 8192 x 32768: 4162 / 4559; 4080 / 4544 stay. 128 x 16384: 522 / 901; 580 / 997 a tile a row, 16 warps.
+    32768: SoftmaxTile(1, 4096, 4, steps=8),
+}
+# * Rows of 2^17 and 2^20: 3484 / 4157, 2101 / 2987; 3414 / 4048, 2114 / 3000 do not stay; 1866 / 2901 with 4 steps
+STATS = SoftmaxTile(1, 4096, 4, steps=8, programs=5)
+# Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
+# twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
+WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16
+STATS_ACROSS = SoftmaxTile(NEIGHBOURS, 64, 4, steps=8)
+SHORT_ACROSS = 4096  # elements of a tile of shorter rows that lie side by side: 32 in each of 128 threads
 INTERPRETED = {False: 8192, True: 128}  # whole and split alike, by across: small, so that small tests enter both
 
 
@@ -168,15 +210,25 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
     A function of a row's length, element size and layout and of the GPU: never of the number of rows.
     """
     block = 1 << max(cols - 1, 0).bit_length()
-    split = SPLIT_ACROSS if across else (SPLIT if keeps else STATS)
-    whole = (WHOLE_ACROSS if across else WHOLE[itemsize]) // split.rows if keeps else split.cols
+    if across:
+        return tile_across(block, target, keeps)
+    short = SHORT[keeps]
+    if block <= 1024:
+        return replace(short, rows=short.cols // block, cols=block)
+    tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, STATS)
     if target.interpreting:
-        whole = INTERPRETED[across]
-        split = replace(split, cols=whole)
+        tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
+        split = replace(split, cols=INTERPRETED[False])
+    return next((tile for most, tile in tiles.items() if block <= most), split)
+
+
+def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:
+    """Of rows that lie side by side, of up to so many columns."""
+    whole = INTERPRETED[True] if target.interpreting else WHOLE_ACROSS // NEIGHBOURS if keeps else STATS_ACROSS.cols
     if block > whole:
-        return split
-    rows = max(split.rows, SHORT_ELEMENTS // block)
-    return SoftmaxTile(rows, block, min(max(rows * block // 1024, 4), 32))
+        return replace(STATS_ACROSS, cols=min(STATS_ACROSS.cols, whole))
+    rows = max(NEIGHBOURS, SHORT_ACROSS // block)
+    return SoftmaxTile(rows, block, max(rows * block // 1024, 4), programs=0 if keeps else 5)
 
 
 @dataclass(frozen=True)

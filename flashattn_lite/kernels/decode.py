@@ -1,16 +1,14 @@
 """Split-KV decoding in Triton: states of parts of a cache, and their merge; `decode_launch.py` starts both kernels.
 
-Keys fall into splits of T.SPLIT at fixed places, T.SPAN splits make a span. `partial_kernel`: one program owns the rows
-of one key/value head (the query heads that share it times the query tokens, BLOCK_M of them) and one part: a split, or
-a whole span where the launch is large enough. Loop invariant: (m_i, l_i, acc) is the state of these rows over the tiles
-of the open split at their running maximum, (m_s, l_s, acc_s) that of the closed splits of the part; all float32.
-`merge_kernel`: one program owns COLUMNS of one row, folds the splits of each span in their order, then the spans.
-Either way a split's state is made by the same tiles, a span's by the same folds and a row's by the same merge, so that
-the bits of a row depend neither on the batch nor on which of the two ways was taken.
+Keys fall into splits of T.SPLIT at fixed places. `partial_kernel`: one program owns the rows of one key/value head (the
+query heads that share it times the query tokens, BLOCK_M of them) and some neighbouring splits, one after the other.
+Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32.
+`merge_kernel`: one program owns COLUMNS of one row, and takes its splits LANES at a time, in their order.
+So a row's bits follow from its keys alone, not from the batch or from how many splits a program took.
 
-Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and part, written and read.
+Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and split, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
-such a part is done again with a V freed of what is not finite, which is then given to the rows that see it.
+such a split is done again with a V freed of what is not finite, which is then given to the rows that see it.
 Source: Dao, Haziza, Massa, Sizov, Flash-Decoding for long-context inference (2023); the merge, docs/theory.md.
 """
 
@@ -32,7 +30,6 @@ class DecodeTile:
     BLOCK_M: int  # packed query rows
     BLOCK_N: int  # keys
     SPLIT: int  # keys
-    SPAN: int  # splits
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
@@ -42,9 +39,9 @@ class DecodeTile:
     ALIGN: int  # elements that divide every stride of the cache but the last
     PRECISION: str  # of tl.dot on float32 operands
     UNEQUAL: bool  # rows of one sequence may see different keys
-    LANES: int  # spans that a merging program folds side by side
+    LANES: int  # states of a row that a merging program takes at once
     COLUMNS: int  # of the output, a merging program
-    PDL: bool  # the merge may be put on the card while the last parts still run (sm_90 and newer)
+    PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 
 
 @triton.jit
@@ -65,24 +62,32 @@ def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr
 
 
 @triton.jit
-def key_rows(offs_n, exists, table_ptr, pages, T: tl.constexpr):
-    """(page or batch entry, row in it) of each key [N], 64-bit. A table's entry is clamped into the cache."""
+def key_rows(start, exists, table_ptr, pages, T: tl.constexpr):
+    """(page, row in it) of the keys from start on [N], 64-bit; of a contiguous cache (0, row behind row start).
+
+    A table's entry is clamped into the cache.
+    """
+    offs = tl.arange(0, T.BLOCK_N)
     if T.PAGE:
-        page = tl.load(table_ptr + offs_n // T.PAGE, mask=exists, other=0)
-        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), (offs_n % T.PAGE).to(tl.int64)
+        page = tl.load(table_ptr + (start + offs) // T.PAGE, mask=exists, other=0)
+        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), ((start + offs) % T.PAGE).to(tl.int64)
     else:
-        return tl.zeros_like(offs_n).to(tl.int64), offs_n.to(tl.int64)
+        return tl.zeros_like(offs).to(tl.int64), offs.to(tl.int64)
 
 
 @triton.jit
-def load_rows(src, page, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
+def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
     """Rows [N, BLOCK] of K or V of one head; src = (pointer, strides). What does not exist is not read, and is 0."""
     offs_d = tl.arange(0, BLOCK)
     # In whole units of ALIGN, so that the compiler knows that rows start where 16-byte loads may.
-    offs = row * (src[1][2] // T.ALIGN * T.ALIGN)
+    step = src[1][2] // T.ALIGN * T.ALIGN
+    ptr = src[0]
+    offs = row * step
     if T.PAGE:
         offs += page * (src[1][0] // T.ALIGN * T.ALIGN)
-    ptrs = src[0] + offs[:, None] + offs_d.to(tl.int64)[None, :] * src[1][3]
+    else:  # only one number changes from tile to tile
+        ptr += tl.cast(start, tl.int64) * step
+    ptrs = ptr + (offs[:, None] + offs_d.to(tl.int64)[None, :] * src[1][3])
     if DIM == BLOCK:
         return tl.load(ptrs, mask=exists[:, None], other=0.0)
     else:
@@ -96,46 +101,35 @@ def weigh(acc, alpha):
 
 
 @triton.jit
-def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
-    """The state over two disjoint key sets; m, l [M], acc [M, N]."""
-    m_i, l_i, alpha_a, alpha_b = merge(m_a, l_a, m_b, l_b)
-    return m_i, l_i, weigh(acc_a, alpha_a[:, None]) + weigh(acc_b, alpha_b[:, None])
-
-
-@triton.jit
-def close(closes, m_s, l_s, acc_s, m_i, l_i, acc):
-    """Where `closes`, folds the open state (m_i, l_i, acc) into the closed one (m_s, l_s, acc_s) and empties it.
-
-    A choice and not a branch: Triton 3.6 can't pipeline a loop with a branch that yields tensors.
-    """
-    m_f, l_f, acc_f = fold(m_s, l_s, acc_s, m_i, l_i, acc)
-    m_s, l_s, acc_s = (tl.where(closes, m_f, m_s), tl.where(closes, l_f, l_s), tl.where(closes, acc_f, acc_s))
-    return m_s, l_s, acc_s, tl.where(closes, EMPTY_M, m_i), tl.where(closes, EMPTY_L, l_i), tl.where(closes, 0.0, acc)
-
-
-@triton.jit
 def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap,
            FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The state of these rows over the tiles first <= i < last. FINITE: from a V without its infinities and NaN."""
-    m_s, m_i = (tl.full([T.BLOCK_M], EMPTY_M, tl.float32), tl.full([T.BLOCK_M], EMPTY_M, tl.float32))
-    l_s, l_i = (tl.full([T.BLOCK_M], EMPTY_L, tl.float32), tl.full([T.BLOCK_M], EMPTY_L, tl.float32))
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
+    KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
+    l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
-    acc_s = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
     for i in tl.range(first, last):
-        offs_n = i * T.BLOCK_N + tl.arange(0, T.BLOCK_N)
+        start = i * T.BLOCK_N
+        offs_n = start + tl.arange(0, T.BLOCK_N)
         exists = (offs_n >= lo) & (offs_n < hi)
-        page, row = key_rows(offs_n, exists, table_ptr, pages, T)
-        k = load_rows(k_src, page, row, exists, T.HEAD_DIM, T.BLOCK_D, T)
+        page, row = key_rows(start, exists, table_ptr, pages, T)
+        k = load_rows(k_src, start, page, row, exists, T.HEAD_DIM, T.BLOCK_D, T)
         s = to_log2(tl.dot(q, tl.trans(k), input_precision=T.PRECISION), scale_log2, softcap, F)  # [M, N]
-        s = tl.where(visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F), s, float("-inf"))
-        m_i, l_i, alpha, p = update(m_i, l_i, s, 1.0)
-        v = load_rows(v_src, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        if T.UNEQUAL:
+            s = tl.where(visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F), s, float("-inf"))
+        else:
+            s = tl.where(exists[None, :], s, float("-inf"))
+        m_i, _, alpha, p = update(m_i, m_i, s, 1.0)
+        if KEYS == 1:
+            l_i = l_i * alpha[:, None] + tl.sum(p, 1)[:, None]
+        else:
+            l_i = l_i * alpha[:, None] + p
+        v = load_rows(v_src, start, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
         if FINITE:
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
-        closes = (i + 1) % (T.SPLIT // T.BLOCK_N) == 0
-        m_s, l_s, acc_s, m_i, l_i, acc = close(closes, m_s, l_s, acc_s, m_i, l_i, acc)
-    return fold(m_s, l_s, acc_s, m_i, l_i, acc)
+    return m_i, tl.sum(l_i, 1), acc
 
 
 @triton.jit
@@ -148,8 +142,8 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
         for i in tl.range(first, last, num_stages=1):
             offs_n = i * T.BLOCK_N + tl.arange(0, T.BLOCK_N)
             exists = (offs_n >= lo) & (offs_n < hi)
-            page, row = key_rows(offs_n, exists, table_ptr, pages, T)
-            v = load_rows(v_src, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            page, row = key_rows(i * T.BLOCK_N, exists, table_ptr, pages, T)
+            v = load_rows(v_src, i * T.BLOCK_N, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
             seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F).to(v.dtype)  # [M, N]
             hits = tl.dot(seen, hit, hits, input_precision=T.PRECISION)
@@ -158,35 +152,37 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
 
 
 @triton.jit
-def store_state(m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, first_row, offs_r, rows, T: tl.constexpr):
-    """A part's state of the rows offs_r [M]; row 0 of the part is row first_row of m, l [..] and acc [.., Dv]."""
+def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
+    """A split's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
     offs_d = tl.arange(0, T.BLOCK_DV)
     at = first_row + offs_r
-    tl.store(m_ptr + at, m_i, mask=offs_r < rows)
-    tl.store(l_ptr + at, l_i, mask=offs_r < rows)
-    ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+    tl.store(states[0] + at, m_i, mask=offs_r < rows)
+    tl.store(states[1] + at, l_i, mask=offs_r < rows)
+    ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
     tl.store(ptrs, acc, mask=(offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "part_splits", "heads", "len_q", "max_k",
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "splits_each", "heads", "len_q", "max_k",
                                "diag_lo", "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, parts, part_splits, heads, len_q, max_k, diag_lo, diag_hi, scale_log2,
+                   stride_tb, pages, num_m, splits, splits_each, heads, len_q, max_k, diag_lo, diag_hi, scale_log2,
                    softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
     pid = tl.program_id(0)
+    parts = tl.cdiv(splits, splits_each)
     block_m = pid % num_m
     part = pid // num_m % parts
     h = pid // num_m // parts % heads
     b = pid // num_m // parts // heads
 
+    # Splits that no row sees are neither read nor written.
     lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    start = part * part_splits * T.SPLIT
-    first = tl.maximum(start, lo) // T.BLOCK_N
-    last = tl.cdiv(tl.minimum(start + part_splits * T.SPLIT, hi), T.BLOCK_N)
-    if first >= last:
+    split_lo = tl.maximum(part * splits_each, lo // T.SPLIT)
+    split_hi = tl.minimum((part + 1) * splits_each, tl.cdiv(hi, T.SPLIT))
+    if split_lo >= split_hi:
         return
 
     rows = T.GROUP * len_q
@@ -206,26 +202,28 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
-    m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                           scale_log2, softcap, False, F, T)  # fmt: skip
-    first_row = ((b.to(tl.int64) * heads + h) * parts + part) * rows
-    store_state(m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, first_row, offs_r, rows, T)
-    if T.UNEQUAL:
-        failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
-        if tl.max(failed, 0) > 0:
-            m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
-                                   diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
-            acc = add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                                 F, T)  # fmt: skip
-            tl.debug_barrier()  # the first store comes first
-            store_state(m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, first_row, offs_r, rows, T)
+    for split in tl.range(split_lo, split_hi, num_stages=1):
+        first = tl.maximum(split * T.SPLIT, lo) // T.BLOCK_N
+        last = tl.cdiv(tl.minimum((split + 1) * T.SPLIT, hi), T.BLOCK_N)
+        m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+                               scale_log2, softcap, False, F, T)  # fmt: skip
+        first_row = ((b.to(tl.int64) * heads + h) * splits + split) * rows
+        store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+        if T.UNEQUAL:
+            failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
+            if tl.max(failed, 0) > 0:
+                m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
+                                       diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
+                acc = add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
+                                     diag_hi, F, T)  # fmt: skip
+                tl.debug_barrier()  # the first store comes first
+                store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "part_splits", "heads", "len_q", "max_k", "diag_lo",
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "splits", "heads", "len_q", "max_k", "diag_lo",
                                "diag_hi"])  # fmt: skip
 def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 parts, part_splits, heads, len_q, max_k, diag_lo, diag_hi,
-                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                 splits, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     blocks: tl.constexpr = (T.HEAD_DIM_V + T.COLUMNS - 1) // T.COLUMNS
     rows = T.GROUP * len_q
     block = tl.program_id(0) % blocks
@@ -233,45 +231,31 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     b = tl.program_id(0) // blocks // rows // heads
     h = tl.program_id(0) // blocks // rows % heads
     lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-
-    # Parts that no row sees were not written. Lane n folds the spans n, n + LANES, ... of the sequence, and first each
-    # span's splits where parts are splits: (m_i, l_i, acc) is the open span, (m_s, l_s, acc_s) the closed ones.
-    part_lo = lo // T.SPLIT // part_splits
-    part_hi = tl.cdiv(tl.cdiv(hi, T.SPLIT), part_splits)
-    span_parts = T.SPAN // part_splits
-    first = part_lo // span_parts // T.LANES * span_parts
-    last = tl.cdiv(tl.cdiv(part_hi, span_parts), T.LANES) * span_parts
     offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
-    m_s, m_i = (tl.full([T.LANES], EMPTY_M, tl.float32), tl.full([T.LANES], EMPTY_M, tl.float32))
-    l_s, l_i = (tl.full([T.LANES], EMPTY_L, tl.float32), tl.full([T.LANES], EMPTY_L, tl.float32))
-    acc = tl.full([T.LANES, T.COLUMNS], 0.0, tl.float32)
-    acc_s = tl.full([T.LANES, T.COLUMNS], 0.0, tl.float32)
+    m_i = tl.full([1], EMPTY_M, tl.float32)
+    l_i = tl.full([1], EMPTY_L, tl.float32)
+    acc = tl.full([1, T.COLUMNS], 0.0, tl.float32)
     if T.PDL:
         tl.extra.cuda.gdc_wait()
-    # Staged, although there is no dot: a whole span is asked for before its first split is waited for. Unrolled, ptxas
-    # 12.8 put each load right before its fold.
-    for i in tl.range(first, last, num_stages=T.SPAN + 1):
-        part = (i // span_parts * T.LANES + tl.arange(0, T.LANES)) * span_parts + i % span_parts
-        written = (part >= part_lo) & (part < part_hi)
-        at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
+    # Staged, although there is no dot: the next splits are asked for before the first are waited for.
+    split_hi = tl.cdiv(hi, T.SPLIT)
+    for first in tl.range(lo // T.SPLIT // T.LANES * T.LANES, split_hi, T.LANES, num_stages=3):
+        split = first + tl.arange(0, T.LANES)
+        written = (split >= lo // T.SPLIT) & (split < split_hi)
+        at = ((b.to(tl.int64) * heads + h) * splits + split) * rows + r
         m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
         l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
         acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-        acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)
-        m_i, l_i, acc = fold(m_i, l_i, acc, m_p, l_p, acc_p)
-        m_s, l_s, acc_s, m_i, l_i, acc = close((i + 1) % span_parts == 0, m_s, l_s, acc_s, m_i, l_i, acc)
-
-    # The lanes are the scores of one more softmax, whose weights are theirs.
-    empty_m, empty_l = (tl.full([1], EMPTY_M, tl.float32), tl.full([1], EMPTY_L, tl.float32))
-    m_i, _, _, weights = update(empty_m, empty_l, m_s[None, :], 1.0)  # [1], [1, LANES]
-    l_i = tl.sum(weights * l_s[None, :], 1)
-    acc = tl.sum(weigh(acc_s, tl.trans(weights)), 0)[None, :]  # [1, COLUMNS]
+        acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)  # [LANES, COLUMNS]
+        # The splits are the scores of one more softmax, whose weights are theirs.
+        m_i, _l, alpha, weights = update(m_i, l_i, m_p[None, :], 1.0)  # [1], [1, LANES]
+        l_i = l_i * alpha + tl.sum(weights * l_p[None, :], 1)
+        acc = weigh(acc, alpha[:, None]) + tl.sum(weigh(acc_p, tl.trans(weights)), 0)[None, :]
     head = h * T.GROUP + r // len_q
     if F.sinks:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
-        sink_l = tl.where(sink == EMPTY_M, EMPTY_L, 1.0)
-        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, sink_l)
+        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
         acc = weigh(acc, alpha[:, None])
     inv_l, lse = finish(m_i, l_i)
     token = r % len_q

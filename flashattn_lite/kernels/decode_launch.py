@@ -13,7 +13,7 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kernel
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
-from flashattn_lite.kernels.tuning import DecodeConfig, decode_tile, padded
+from flashattn_lite.kernels.tuning import DECODE_PROGRAMS, DecodeConfig, decode_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -34,7 +34,6 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SPLIT=config.split,
-        SPAN=config.span,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
@@ -64,7 +63,7 @@ def plan(
     target: Target,
     config: DecodeConfig | None = None,
 ) -> tuple[Plan, Plan]:
-    """The launch that computes the states of all parts, and the one that merges them; the second writes out and lse.
+    """The launch that computes the states of all splits, and the one that merges them; the second writes out and lse.
 
     problem.len_k is the capacity of a sequence; inputs.k and inputs.v are pages where there is a table.
     """
@@ -73,38 +72,49 @@ def plan(
     tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
     num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
     heads = problem.batch * problem.heads_kv
-    spans = triton.cdiv(problem.len_k, tile.SPLIT * tile.SPAN)
-    part_splits = tile.SPAN if heads * num_m * spans >= config.enough else 1
-    parts = triton.cdiv(problem.len_k, tile.SPLIT * part_splits)
-    rows = heads * parts * problem.group * problem.len_q
+    splits = triton.cdiv(problem.len_k, tile.SPLIT)
+    each = splits_each(splits, num_m * heads, target)
+    rows = heads * splits * problem.group * problem.len_q
     states = (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32),
               q.new_empty(rows, problem.head_dim_v, dtype=torch.float32))  # fmt: skip
     kv_lens = contiguous(inputs.kv_lens)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()  # a number a page, as small as lengths and sinks
-    split = (parts, part_splits, problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
+    lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
     partial_args = (
         *(q, k, v, table, kv_lens, *states),
         *(x.stride() for x in (q, k, v)),
-        *(0 if table is None else table.stride(0), k.shape[0], num_m, *split),
+        *(0 if table is None else table.stride(0), k.shape[0], num_m, splits, each, *lengths),
         *(problem.scale * LOG2E, problem.softcap, problem.features, tile),
     )
     merge_args = (
         *(out, lse, contiguous(inputs.sinks), kv_lens, *states),
-        *(out.stride(), *lse.stride()[:2], *split, problem.features, tile),
+        *(out.stride(), *lse.stride()[:2], splits, *lengths, problem.features, tile),
     )
-    # A fused multiply and add in one kernel and not in the other would make bits depend on the size of the launch.
     partial = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    if config.registers and target.kind == "cuda":
+        partial["maxnreg"] = config.registers
     merge = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
     if tile.PDL:
         merge["launch_pdl"] = True
     merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-    return (partial_kernel, (num_m * parts * heads,), partial_args, partial), (
+    return (partial_kernel, (num_m * triton.cdiv(splits, each) * heads,), partial_args, partial), (
         merge_kernel,
         (merges,),
         merge_args,
         merge,
     )
+
+
+def splits_each(splits: int, others: int, target: Target) -> int:
+    """Splits that a program takes one after the other: a power of two that still fills the GPU. It touches no bits.
+
+    `others`: programs for each split.
+    """
+    each = 1
+    while each < splits and others * triton.cdiv(splits, 2 * each) >= DECODE_PROGRAMS * target.multiprocessors:
+        each *= 2
+    return each
 
 
 def launch(

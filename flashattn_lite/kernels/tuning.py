@@ -233,53 +233,55 @@ def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The decoding kernels: rows and keys of a tile, keys of a split, splits of a span, warps, pipeline stages.
-
-    A launch whose spans alone give `enough` programs gives each a span, a smaller one a split; that touches no bits.
-    """
+    """The decoding kernels: rows and keys of a tile, keys of a split, warps, pipeline stages."""
 
     block_m: int
     block_n: int
     split: int
-    span: int
     num_warps: int
     num_stages: int
-    lanes: int = 16  # spans that a merging program folds at once: 32k keys, and 8 floats a thread
-    columns: int = 64  # of the output, a merging program: two programs a row at head dim 128
-    enough: int = 128  # programs. H200, 1 x 32k keys, 8 heads of 128: 128 spans 42.2 µs, 1024 splits 50.1
+    lanes: int = 16  # splits that a merging program takes at once; 1 x 8k in splits of 256 keys: 2272, with 32 2347
+    columns: int = 64  # of the output, a merging program
+    registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
 
-# Bytes of K and V a tile. With three stages two tiles are on their way in each of two programs a multiprocessor: 128
-# KiB, four times what its share of the memory's speed times its latency asks for. Computed, not yet measured.
-DECODE_TILE_BYTES = 32 << 10
-# Keys of a split: 8 heads of 8k keys then make 256 programs, and a split's state is 3% of its K and V at head dim 128
-# with 4 rows. A span of 8 makes that 0.4% where there is enough to do without splitting finer. Not yet measured.
-SPLIT_KEYS, SPAN_SPLITS = 256, 8
+# All of decoding: H200, 16-bit, head dim 128, 8 key heads, short runs with one split a program, GB/s.
+# Bytes of K and V a tile. 1 x 8k, 8 x 8k, 64 x 8k keys: 32 keys a tile, four stages 2272, 3807, 4359; 64 keys, two or
+# three stages 2195, 3815, 4346. A read: 3011, 4373, 4646.
+DECODE_TILE_BYTES = 16 << 10
+# Keys of a split, in every cache: 8 heads of 8k keys make 128 programs, and a split's state is 0.8% of its K and V at
+# head dim 128 with 4 rows. 1 x 8k, merged in the same launch: 512 keys 2302, 256 keys 2218, 128 keys 1742.
+SPLIT_KEYS = 512
+# Programs a multiprocessor that a launch keeps, when it gives each more splits than one: two, but for a few.
+# 8 x 8k: 512 keys a program 3666, 1024 keys 3879, 2048 keys 4054.
+DECODE_PROGRAMS = 1.9
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
-    """The tile of the decoding kernels: a function of head dims, dtype, rows a key/value head, layout and GPU alone.
+    """The tile of the decoding kernels.
 
-    `vectorised`: rows of the cache can be read 16 bytes at a time.
+    A function of head dims, dtype, rows a key/value head, layout and GPU alone. `vectorised`: rows of the cache can be
+    read 16 bytes at a time.
     """
     rows = padded(problem.group * problem.len_q)
     if target.interpreting:
-        # Small, so that small tests cross every border, and so that both ways to launch are taken.
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 4, 1, lanes=2, columns=16, enough=4)
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=2, columns=16)  # so that small tests cross every border
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
-    block_n = max(16, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
+    block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
     rows = min(rows, 64)
     if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
-        return DecodeConfig(16, block_n, SPLIT_KEYS, SPAN_SPLITS, 8, _stages(target, 2, block_n * key_bytes))
+        return DecodeConfig(16, block_n, SPLIT_KEYS, 8, _stages(target, 2, block_n * key_bytes))
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
-        return DecodeConfig(min(rows, 32), min(block_n, 64), SPLIT_KEYS, SPAN_SPLITS, 2 if dim_v <= 128 else 4, 1)
-    # 64 rows need 8 warps for their two states, then one program fills a multiprocessor and wants more on its way. A
-    # table's entries take two stages before their keys.
-    stages = (5 if rows == 64 else 3) + (2 if paged else 0)
-    return DecodeConfig(
-        rows, block_n, SPLIT_KEYS, SPAN_SPLITS, 8 if rows == 64 else 4, _stages(target, stages, block_n * key_bytes)
-    )
+        return DecodeConfig(min(rows, 32), 32, SPLIT_KEYS, 2 if dim_v <= 128 else 4, 1)
+    # A table's entries take two stages before their keys.
+    stages = _stages(target, 4 + (2 if paged else 0), block_n * key_bytes)
+    if rows == 64:  # whose states are many: one merging program a row
+        # 64 x 256 floats of one state are 128 registers in each of 4 warps.
+        return DecodeConfig(rows, block_n, SPLIT_KEYS, 8 if dim_v > 128 else 4, stages, columns=128)
+    # Four programs a multiprocessor. 8 x 8k, four tokens: 3426 with, 3087 without; what caps scores would spill.
+    few = max(dim, dim_v) <= 128 and not problem.features.softcap
+    return DecodeConfig(rows, block_n, SPLIT_KEYS, 4, stages, lanes=32, registers=128 if few else 0)
 
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:

@@ -21,7 +21,7 @@ from flashattn_lite.target import Target
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
-REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
+REGISTERS = {(1, 2): 128, (1, 3): 80, (2, 1): 168, (3, 1): 128}
 L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 
@@ -49,12 +49,16 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
+        Q_SLOTS=config.q_slots or config.warpgroups,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         GROUP=problem.group,
         PACK=config.pack,
         O_OVER_Q=block_d == block_dv == 256,
+        APART=config.apart,
+        TURNS=config.turns,
+        SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         LIMIT=LIMITS[problem.dtype],
     )
 

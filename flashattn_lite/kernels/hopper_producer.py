@@ -26,6 +26,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     key_start,
     locate,
     lse_pointers,
+    q_slot,
     rows_of,
     send,
 )
@@ -46,23 +47,26 @@ def serve(task, descs, rings, bars, it, n_tile, F: gl.constexpr, T: gl.constexpr
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s, _ = rings
-    q_full, q_empty, k_full, v_full, kv_empty, _ = bars
     entry = entry_of(task, F)
     kv_head, in_group = heads_of(task, T)
     for w in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(w), (n_tile & 1) ^ 1)
+        at, phase = q_slot(n_tile, w, T)
+        mbarrier.wait(bars.q_empty.index(at), phase ^ 1)
         row = task.start_q + task.first + w * (ROWS // T.PACK)
-        copy(q_desc, [entry, kv_head, row, in_group, 0], q_full.index(w), q_s.index(w))
+        copy(q_desc, [entry, kv_head, row, in_group, 0], bars.q_full.index(at), q_s.index(at))
     for i in range(task.count + 1):
-        at = it + i
-        mbarrier.wait(kv_empty.index(at % T.STAGES), ((at // T.STAGES) & 1) ^ 1)
+        at = (it + i) % T.STAGES
+        if (i < task.count) | (T.APART == 0):
+            mbarrier.wait(bars.k_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
         if i < task.count:
             row = task.start_k + key_start(i, task, T)
-            copy(k_desc, [entry, kv_head, row, 0], k_full.index(at % T.STAGES), k_s.index(at % T.STAGES))
+            copy(k_desc, [entry, kv_head, row, 0], bars.k_full.index(at), k_s.index(at))
         if i > 0:
-            at = at - 1
+            at = (it + i - 1) % T.STAGES
+            if T.APART:
+                mbarrier.wait(bars.v_empty.index(at), (((it + i - 1) // T.STAGES) & 1) ^ 1)
             row = task.start_k + key_start(i - 1, task, T)
-            copy(v_desc, [entry, kv_head, row, 0], v_full.index(at % T.STAGES), v_s.index(at % T.STAGES))
+            copy(v_desc, [entry, kv_head, row, 0], bars.v_full.index(at), v_s.index(at))
     return it + task.count
 
 

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import shift, weights
-from flashattn_lite.kernels.hopper_tasks import FAST, REDO, ROWS, key_start
-
-
-class Rows(NamedTuple):
-    """The rows of a consumer, [64] each, in the layout of S's rows; first and last are positions."""
-
-    pos: Any
-    head: Any
-    exists: Any
-    exact: Any
-    first: Any
-    last: Any
+from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
 
 
 @gluon.jit
@@ -31,12 +18,18 @@ def row_sum(p, l_i, T: gl.constexpr):
 
 
 @gluon.jit
+def scaled(s, args, F: gl.constexpr):
+    """(scores, the factor that brings them to log2 units)."""
+    if F.scale_first:
+        return to_log2(s, args.scale_log2, args.softcap, F), 1.0
+    else:
+        return s, args.scale_log2
+
+
+@gluon.jit
 def fast(s, m_i, l_i, args, F: gl.constexpr, T: gl.constexpr):
     """A tile that every row sees whole, at the reference that the rows have: (l_i, p)."""
-    scale = args.scale_log2
-    if F.scale_first:
-        s = to_log2(s, args.scale_log2, args.softcap, F)
-        scale = 1.0
+    s, scale = scaled(s, args, F)
     p = weights(s, scale, m_i)  # [M, N]
     return l_i + row_sum(p, l_i, T), p
 
@@ -55,8 +48,7 @@ def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """Scores with -inf where a row may not look, and with a float mask added."""
+def mask_out(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
     seen = visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F)  # [M, N]
     if F.mask != "":
@@ -73,28 +65,29 @@ def hide(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def careful(s, m_i, l_i, i, mode, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """The i-th tile, masked, at the running maximum where that may move: (m_i, l_i, alpha, p)."""
-    exact = rows.exact
-    scale = args.scale_log2
-    if F.scale_first:
-        s = to_log2(s, args.scale_log2, args.softcap, F)
-        scale = 1.0
-    row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale
-    if mode == REDO:  # past EXACT_M a product must be rounded before it is subtracted
-        s = gl.where((exact != 0)[:, None], s * scale, s)
-        row_scale = gl.where(exact != 0, 1.0, row_scale)
-    elif mode != FAST:
-        s = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, s.type.layout)
+def hide(s, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """Scores of the i-th tile with -inf where a row may not look, and with a float mask added."""
     start_n = key_start(i, task, T)
     if not sees_whole(start_n, rows, task, F, T):
-        s = hide(s, start_n, rows, task, args, F, T)
-    m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
-    m_new = gl.where((i >= task.edges) & (exact == 0), m_i, m_new)
+        s = mask_out(s, start_n, rows, task, args, F, T)
+    return s
+
+
+@gluon.jit
+def take(s, scale, m_i, m_new, l_i, T: gl.constexpr):
+    """Takes scores into the state at the reference m_new: (m_new, l_i, alpha, p)."""
     m_ref, alpha = shift(m_i, m_new)
-    p = weights(s, row_scale[:, None], m_ref)  # [M, N]
+    p = weights(s, scale, m_ref)  # [M, N]
     alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
     return m_new, gl.fma(l_i, alpha_l[:, None], row_sum(p, l_i, T)), alpha, p
+
+
+@gluon.jit
+def careful(s, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """The i-th tile, masked, at the running maximum: (m_i, l_i, alpha, p)."""
+    s, scale = scaled(s, args, F)
+    s = hide(s, i, rows, task, args, F, T)
+    return take(s, scale, m_i, gl.maximum(m_i, gl.max(s, 1) * scale), l_i, T)
 
 
 @gluon.jit

@@ -29,13 +29,37 @@ class HopperTile:
     WARPGROUPS: int  # consumers
     BLOCK_N: int  # keys
     STAGES: int  # of the K ring and of the V ring
+    Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers
     HEAD_DIM_V: int
     BLOCK_D: int  # head dim as a power of two from 64 up; TMA fills the rest with zeros
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
     PACK: int  # of them in one row tile, as a power of two; 1: one
-    O_OVER_Q: bool  # O leaves through Q's buffer
+    O_OVER_Q: bool  # O leaves through the buffer of its Q
+    APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
+    TURNS: bool  # two consumers issue their products by turns
+    SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
     LIMIT: float  # of l_i, so that no p has left its dtype's range
+
+    @property
+    def S_LAYOUT(self) -> Any:
+        """Of a consumer's scores, and of P."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_N, 16])
+
+    @property
+    def O_LAYOUT(self) -> Any:
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_DV, 16])
+
+    @property
+    def L_LAYOUT(self) -> Any:
+        """[64, 4]: what is left when each thread adds up its own part of a row of S."""
+        return gl.DistributedLinearLayout(
+            reg_bases=[[8, 0]],
+            lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 4],
+        )
 
     @property
     def BLOCK_M(self) -> int:
@@ -55,6 +79,18 @@ class Sizes(NamedTuple):
     diag_lo: Any
     diag_hi: Any
     num_tiles: Any
+
+
+class Barriers(NamedTuple):
+    """On which shared memory changes hands: full, from TMA to consumers; empty, from consumers to the producer."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    cleaned: Any
 
 
 class Task(NamedTuple):
@@ -159,6 +195,16 @@ def lse_pointers(lse, task, head, pos, F: gl.constexpr):
     """lse = (pointer, (batch stride, head stride))."""
     at = entry_of(task, F).to(gl.int64) * lse[1][0] + head.to(gl.int64) * lse[1][1]
     return lse[0] + at + (task.start_q + pos)
+
+
+@gluon.jit
+def q_slot(n_tile, w: gl.constexpr, T: gl.constexpr):
+    """(buffer, phase) of the Q of consumer w of the n-th row tile."""
+    if T.Q_SLOTS == T.WARPGROUPS:
+        return w, n_tile & 1
+    else:
+        use = n_tile * T.WARPGROUPS + w
+        return use % T.Q_SLOTS, use // T.Q_SLOTS & 1
 
 
 @gluon.jit

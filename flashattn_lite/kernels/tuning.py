@@ -22,13 +22,16 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One row of the Hopper kernel's table: warpgroups of 64 rows, keys a tile, stages of K and V, heads."""
+    """One row of the Hopper kernel's table."""
 
-    warpgroups: int
-    block_n: int
-    stages: int
-    pack: int = 1
+    warpgroups: int  # consumers, of 64 rows each
+    block_n: int  # keys a tile
+    stages: int  # of K, and of V
+    pack: int = 1  # query heads in a row tile
     blocks: int = 1  # a multiprocessor
+    q_slots: int = 0  # buffers of Q; 0: one a consumer
+    apart: bool = False  # K is given back before V of the step before, for rings of few stages
+    turns: bool = False  # two consumers issue their products by turns
 
 
 def padded(head_dim: int) -> int:
@@ -96,18 +99,21 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 
 
 # sm_90a: (largest padded head dim, keys from which it serves full and causal, tile), the first that fits. Measured on
-# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s, causal and full, at
-# 512, 2k and 16k keys.
-#   64:  one consumer, 3 blocks a multiprocessor  247 387 484, 372 430 494   (two consumers  204 360 460, 342 425 468)
-#        three consumers                          179 367 571, 354 469 545
-#   128: two, 64 keys   274 548 680, 448 661 678   (128 keys  211 451 770, 372 557 736)
-#   256: two, 64 keys: what shared memory holds
+# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048), in short runs, cooler for what
+# came first: TFLOP/s causal and full at 512, 1k, 4k and 16k keys.
+#   64:  three, 64 keys            233 302 457 531, 347 402 482 543
+#        two by turns, 128 keys    224 318 452 509, 360 435 494 516
+#        one, 3 blocks an SM       257 342 425 460, 351 366 429 475
+#   128: two by turns, 64 keys     328 447 602 679, 463 540 629 681
+#        two by turns, 128 keys    276 385 585 695, 437 498 634 702   (K given back with V: 16k full 647 for 706)
+#   256: two, 64 keys, three slots 319 442 592 698, 456 551 670 726   (two slots: 246 368 556 641, 399 511 645 708)
 HOPPER_TILES = (
-    (64, (2048, 8192), HopperConfig(3, 64, 4)),
+    (64, (8192, 2048), HopperConfig(3, 64, 4)),
+    (64, (0, 1 << 31), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
-    (128, (4096, 4096), HopperConfig(2, 128, 2)),
-    (128, (0, 0), HopperConfig(2, 64, 4)),
-    (256, (0, 0), HopperConfig(2, 64, 2)),
+    (128, (4096, 8192), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
+    (128, (0, 0), HopperConfig(2, 64, 4, turns=True)),
+    (256, (0, 0), HopperConfig(2, 64, 2, q_slots=3, apart=True)),
 )
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 

@@ -1,0 +1,98 @@
+"""The rows of one consumer of the Hopper kernel: where they lie, what they see, the state they begin and end with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, EXACT_M, LOG2E, finish, merge
+from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, key_start, rows_of
+
+
+class Rows(NamedTuple):
+    """The rows of a consumer, [64] each, in the layout of S's rows; first and last are positions."""
+
+    pos: Any
+    head: Any
+    exists: Any
+    first: Any
+    last: Any
+    settled: Any  # tiles of keys after which the reference stays
+
+
+@gluon.jit
+def take_rows(task, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    POSITIONS: gl.constexpr = ROWS // T.PACK
+    pos, head, exists = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), task, WG, T)
+    first = task.first + WG * POSITIONS
+    settled = task.edges
+    if T.SETTLES_AT_ONCE and F.mask == "" and not F.left:
+        # The tile with the last key that the first row sees is the first of which every row sees a key, and the last
+        # that needs a mask.
+        seen = past_last(first, task, F)
+        settled = gl.minimum(settled, tiles_past(seen - 1, task, T) + 1)
+    return Rows(pos, head, exists, first, first + POSITIONS - 1, settled)
+
+
+@gluon.jit
+def past_last(row, task, F: gl.constexpr):
+    """The key after the last that a row sees."""
+    seen = task.len_k
+    if F.right:
+        seen = gl.minimum(gl.maximum(row + task.diag_hi + 1, 0), task.len_k)
+    return seen
+
+
+@gluon.jit
+def tiles_past(key, task, T: gl.constexpr):
+    """How many of the first tiles visited, which come from the right, begin after a key."""
+    return gl.maximum(key_start(0, task, T) - key + T.BLOCK_N - 1, 0) // T.BLOCK_N
+
+
+@gluon.jit
+def past_keys(rows, task, F: gl.constexpr, T: gl.constexpr):
+    """Leading tiles of which no row of this consumer sees a key; one tile is always left to it."""
+    skip = task.first * 0
+    if F.right:
+        seen = past_last(gl.minimum(rows.last, task.len_q - 1), task, F)
+        skip = gl.minimum(tiles_past(seen - 1, task, T), task.count - 1)
+    return skip
+
+
+@gluon.jit
+def empty_state(T: gl.constexpr):
+    """(m_i, l_i, acc) of rows that have seen nothing. l_i is [64, 4]: each thread adds up its own part of a row."""
+    m_i = gl.full([ROWS], EMPTY_M, gl.float32, gl.SliceLayout(1, T.S_LAYOUT))
+    l_i = gl.full([ROWS, 4], EMPTY_L, gl.float32, T.L_LAYOUT)
+    acc = gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, T.O_LAYOUT)
+    return m_i, l_i, acc
+
+
+@gluon.jit
+def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
+    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs."""
+    overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
+    weight = l_row * 0.0 + 1.0
+    if F.sinks:
+        sink = gl.load(args.sinks_ptr + rows.head, mask=rows.exists, other=0.0).to(gl.float32) * LOG2E
+        m_i, l_row, weight, _ = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+    inv_l, lse = finish(m_i, l_row)
+    return lse, weight * inv_l, overflow
+
+
+@gluon.jit
+def is_bad(acc, S_LAYOUT: gl.constexpr):
+    """Rows with an infinity or NaN in acc, [64] in the layout of S's rows."""
+    return gl.convert_layout(gl.sum(acc, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True) * 0.0 != 0.0
+
+
+@gluon.jit
+def out_pointers(dst, task, LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """(pointers, which columns are there) of this consumer's rows of O [64, Dv]."""
+    pos, head, _ = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), task, WG, T)
+    offs_d = gl.arange(0, T.BLOCK_DV, layout=gl.SliceLayout(0, LAYOUT))
+    ptrs = dst[1] + entry_of(task, F).to(gl.int64) * dst[2][0] + head.to(gl.int64)[:, None] * dst[2][1]
+    ptrs += (task.start_q + pos).to(gl.int64)[:, None] * dst[2][2] + offs_d[None, :]
+    return ptrs, (offs_d < T.HEAD_DIM_V)[None, :]

@@ -83,6 +83,17 @@ def test_scores_far_above_the_reference(dtype, dim, growth, causal):
     assert ((lse.double() - exact_lse).abs() <= 1e-4 + 8 * torch.finfo(torch.float32).eps * magnitude).all()
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim):
+    """At the first reference P V is infinite although l is not: done again with a clean V it still is, then exactly."""
+    q, k = (torch.zeros(1, 2, 1500, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q[..., 0] = 1
+    k[:, :, 300:1300, 0] = 10  # of scores 0 the first tiles, of 10 a thousand keys between them
+    v = torch.full_like(k, 1e35)
+    out = fa.attention(q, k, v, scale=1.0, backend="hopper")
+    torch.testing.assert_close(out, v, rtol=1e-2, atol=0)
+
+
 def test_more_tiles_than_one_look_takes():
     """Over 512 row tiles a multiprocessor, some with rows to do again: a second sweep follows the first."""
     heads = torch.cuda.get_device_properties(0).multi_processor_count * 3 * 520 // 64

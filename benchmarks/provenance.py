@@ -37,15 +37,13 @@ def row_provenance(device: str | None = None) -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Short hash of the checkout, with "-dirty" where code differs from it; a copy without it says so in $COMMIT."""
-    if "COMMIT" in os.environ:
-        return os.environ["COMMIT"]
+    """Short hash of the checkout, with "-dirty" where code differs from it; a copy without .git says it in $COMMIT."""
     try:
         short = _output("git", "rev-parse", "--short", "HEAD")
         # A run changes results and plots itself: they say nothing about what was measured.
         changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")
     return short + "-dirty" if changed else short
 
 

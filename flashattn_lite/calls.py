@@ -94,10 +94,16 @@ def _prepared(key: tuple[Any, ...], args: Arguments) -> Ready:
     call = _ready.get(key)
     if call is None:
         inputs, problem = problem_of(args[:-1])
-        if len(_ready) >= MOST:
-            _ready.clear()
-        call = _ready[key] = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
+        call = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
+        remember(_ready, key, call)
     return call
+
+
+def remember(ready: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any) -> None:
+    """Keeps a prepared call; no more than MOST of them."""
+    if len(ready) >= MOST:
+        ready.clear()
+    ready[key] = call
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashattn_lite import state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor
-from flashattn_lite.calls import MOST, watched
+from flashattn_lite.calls import remember, watched
 from flashattn_lite.errors import type_error, value_error
 
 Stats = tuple[Tensor, Tensor]
@@ -150,9 +150,7 @@ def _recall(op: str, x: Tensor, dim: int) -> Any:
         return None
     key = op, x.shape, x.stride(), x.dtype, x.device, dim, x.data_ptr() % 16
     if key not in _ready:
-        if len(_ready) >= MOST:
-            _ready.clear()
-        _ready[key] = _prepared(op, x, dim)
+        remember(_ready, key, _prepared(op, x, dim))
         return None  # this call is checked
     return _ready[key]
 

@@ -59,7 +59,7 @@ def test_law_at_gpu_sizes(law: Any) -> None:
     "options", [{}, {"window": (40, 0), "sinks": torch.tensor([0.5, -1.0, 3.0, -math.inf])}], ids=["causal", "window"]
 )
 def test_many_splits(device, rows, backend, options):
-    """More keys than a span holds in the interpreter, and on the other devices more than a split."""
+    """More keys than a split holds."""
     q, k, v = cache(device, rows=rows)
     lens = int32([300, 131], device)
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}

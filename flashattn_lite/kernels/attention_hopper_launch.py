@@ -21,7 +21,7 @@ from flashattn_lite.target import Target
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
-REGISTERS = {(1, 2): 128, (1, 3): 80, (2, 1): 168, (3, 1): 128}
+REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
 L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 

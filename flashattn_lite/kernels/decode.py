@@ -116,11 +116,11 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
         page, row = key_rows(start, exists, table_ptr, pages, T)
         k = load_rows(k_src, start, page, row, exists, T.HEAD_DIM, T.BLOCK_D, T)
         s = to_log2(tl.dot(q, tl.trans(k), input_precision=T.PRECISION), scale_log2, softcap, F)  # [M, N]
-        if T.UNEQUAL:
+        if T.UNEQUAL:  # else what exists is what every row sees, and a row of flags serves all
             s = tl.where(visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F), s, float("-inf"))
         else:
             s = tl.where(exists[None, :], s, float("-inf"))
-        m_i, _, alpha, p = update(m_i, m_i, s, 1.0)
+        m_i, _, alpha, p = update(m_i, m_i, s, 1.0)  # whose own sum would be over all keys: not asked for
         if KEYS == 1:
             l_i = l_i * alpha[:, None] + tl.sum(p, 1)[:, None]
         else:

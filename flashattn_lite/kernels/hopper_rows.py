@@ -24,6 +24,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def take_rows(task, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """The rows of consumer WG in a row tile."""
     POSITIONS: gl.constexpr = ROWS // T.PACK
     pos, head, exists = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), task, WG, T)
     first = task.first + WG * POSITIONS
@@ -91,8 +92,9 @@ def is_bad(acc, S_LAYOUT: gl.constexpr):
 @gluon.jit
 def out_pointers(dst, task, LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """(pointers, which columns are there) of this consumer's rows of O [64, Dv]."""
+    _, out_ptr, o_strides = dst
     pos, head, _ = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), task, WG, T)
     offs_d = gl.arange(0, T.BLOCK_DV, layout=gl.SliceLayout(0, LAYOUT))
-    ptrs = dst[1] + entry_of(task, F).to(gl.int64) * dst[2][0] + head.to(gl.int64)[:, None] * dst[2][1]
-    ptrs += (task.start_q + pos).to(gl.int64)[:, None] * dst[2][2] + offs_d[None, :]
+    ptrs = out_ptr + entry_of(task, F).to(gl.int64) * o_strides[0] + head.to(gl.int64)[:, None] * o_strides[1]
+    ptrs += (task.start_q + pos).to(gl.int64)[:, None] * o_strides[2] + offs_d[None, :]
     return ptrs, (offs_d < T.HEAD_DIM_V)[None, :]

@@ -49,6 +49,7 @@ def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def mask_out(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """`hide` for a tile that some row does not see whole."""
     offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
     seen = visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F)  # [M, N]
     if F.mask != "":

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
-from flashattn_lite.kernels.start import Starter, counts_for
+from flashattn_lite.kernels.start import Starter
 from flashattn_lite.kernels.tuning import SoftmaxTile, softmax_tile
 from flashattn_lite.target import Target
 
@@ -160,6 +160,23 @@ def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Room for the parts (m, l) of a launch, each 16-byte aligned."""
     both = x.new_empty(2, max(4, -(-count // 4) * 4), dtype=torch.float32)
     return both[0], both[1]
+
+
+_counts: dict[tuple[int, int], Tensor] = {}
+
+
+def counts_for(x: Tensor, count: int) -> Tensor:
+    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them.
+
+    A stream's launches follow one another, so that they can share; a CUDA graph, which may be replayed on any stream,
+    and the interpreter get zeros of their own.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=x.device)
+    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
+    if key not in _counts or _counts[key].numel() < count:
+        _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
+    return _counts[key]
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -90,20 +89,3 @@ class Counters:
 
 
 counters = Counters()
-
-
-_counts: dict[tuple[int, int], Tensor] = {}
-
-
-def counts_for(x: Tensor, count: int) -> Tensor:
-    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them.
-
-    A stream's launches follow one another, so that they can share; a CUDA graph, which may be replayed on any stream,
-    and the interpreter get zeros of their own.
-    """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=x.device)
-    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
-    if key not in _counts or _counts[key].numel() < count:
-        _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
-    return _counts[key]

@@ -107,9 +107,10 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   128: two by turns, 64 keys     328 447 602 679, 463 540 629 681
 #        two by turns, 128 keys    276 385 585 695, 437 498 634 702   (K given back with V: 16k full 647 for 706)
 #   256: two, 64 keys, three slots 319 442 592 698, 456 551 670 726   (two slots: 246 368 556 641, 399 511 645 708)
+NEVER = 1 << 31  # keys
 HOPPER_TILES = (
     (64, (8192, 2048), HopperConfig(3, 64, 4)),
-    (64, (0, 1 << 31), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
+    (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
     (128, (4096, 8192), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
     (128, (0, 0), HopperConfig(2, 64, 4, turns=True)),
@@ -178,9 +179,8 @@ WHOLE = {
         4096: SoftmaxTile(1, 4096, 8),  # 4096 rows: 3125; 3102 with 4 warps, 3048 stay; a copy 3231
         8192: SoftmaxTile(1, 8192, 8),  # * 16384 rows: 4004; 3420 with 16, 3669 stay
         16384: SoftmaxTile(1, 16384, 8),  # * 8192 rows: 3718; 3591 with 16, 3722 stay. 128 rows: 957, 975 with 16
-        32768: SoftmaxTile(
-            1, 32768, 16, 128, programs=1
-        ),  # 8192 rows: 3863; 3424 do not stay, 3870 with 32; a copy 4145
+        # 8192 rows: 3863; 3424 do not stay, 3870 with 32; a copy 4145
+        32768: SoftmaxTile(1, 32768, 16, 128, programs=1),
     },
     4: {
         2048: SoftmaxTile(1, 2048, 4),
@@ -252,14 +252,14 @@ class DecodeConfig:
 
 
 # All of decoding: H200, 16-bit, head dim 128, 8 key heads, short runs with one split a program, GB/s.
-# Bytes of K and V a tile. 1 x 8k, 8 x 8k, 64 x 8k keys: 32 keys a tile, four stages 2272, 3807, 4359; 64 keys, two or
-# three stages 2195, 3815, 4346. A read: 3011, 4373, 4646.
+# Bytes of K and V a tile. 1 x 32k, 8 x 8k, 64 x 8k keys in splits of 1024: 32 keys a tile, four stages 3531, 3807 and
+# 4267; 64 keys, two stages 3307, 3894 and 4346. A read: 4155, 4373, 4646.
 DECODE_TILE_BYTES = 16 << 10
 # Keys of a split, in every cache: 8 heads of 8k keys make 128 programs, and a split's state is 0.8% of its K and V at
 # head dim 128 with 4 rows. 1 x 8k, merged in the same launch: 512 keys 2302, 256 keys 2218, 128 keys 1742.
 SPLIT_KEYS = 512
 # Programs a multiprocessor that a launch keeps, when it gives each more splits than one: two, but for a few.
-# 8 x 8k: 512 keys a program 3666, 1024 keys 3879, 2048 keys 4054.
+# 8 x 8k: 512 keys a program 3692, 1024 keys 3879, 2048 keys 4054.
 DECODE_PROGRAMS = 1.9
 
 

@@ -95,3 +95,12 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         launches = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
         hashes.add(tuple(compiled("sm_90", plan).hash for plan in launches))
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "each"), [(1, 8192, 1), (1, 32768, 2), (1, 131072, 8), (8, 8192, 4), (64, 8192, 16)]
+)
+def test_a_program_takes_more_splits_only_where_the_gpu_stays_full(batch, keys, each):
+    """Eight key heads, 132 multiprocessors: two programs on nearly every one, and never more splits than there are."""
+    target = targets.Target("cuda", 90, "H200", multiprocessors=132)
+    assert decode_launch.splits_each(keys // 512, 8 * batch, target) == each

@@ -77,6 +77,18 @@ def test_huge_logits_pick_the_largest(device, size):
     close(out, scores.softmax(-1) @ v.double(), 1e-2 if size < 1e4 else 4e-6)  # close calls exist at 1e3 only
 
 
+@pytest.mark.parametrize("len_k", [1, 70])
+def test_the_largest_half_stays_finite(device, len_k):
+    """Weights are rounded to V's dtype: without care, by as much as takes a mean of 65504s to inf."""
+    q, k, v = qkv(device, 300, len_k, dtype=torch.float16)
+    v[:] = 65504.0
+    lens = torch.full((40,), len_k, dtype=torch.int32, device=device)
+    one_token = q[:, :, :40].permute(2, 1, 0, 3)
+    decoded = fa.attention_decode(one_token * 300, k.expand(40, -1, -1, -1) * 300, v.expand(40, -1, -1, -1), lens)
+    for out in (fa.attention(q * 300, k * 300, v), decoded):
+        close(out, torch.full_like(out, 65504.0), 2**-10)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_hides_behind_causality_stays_there(device, value):
     q, k, v = qkv(device, 90, 90)

@@ -31,6 +31,7 @@ from flashattn_lite.kernels.device.state import (
     LOG2E,
     finish,
     merge,
+    rounded,
     update,
     update_fixed,
     update_to,
@@ -185,7 +186,7 @@ def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.
         acc *= alpha[:, None]
     inv_l, lse = finish(m_i, l_i)
     exists = (tl.arange(0, T.BLOCK_DV) < T.HEAD_DIM_V)[None, :]
-    out = (acc * inv_l[:, None]).to(dst[0].dtype.element_ty)  # [M, Dv]
+    out = rounded(acc * inv_l[:, None], dst[0].dtype.element_ty)  # [M, Dv]
     tl.store(out_pointers(dst, offs_m, T), out, mask=write[:, None] & exists)
     tl.store(lse_pointers(dst, offs_m), lse, mask=write)
 

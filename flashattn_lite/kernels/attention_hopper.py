@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.hopper_again import again
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, past_keys, take_rows
@@ -207,7 +208,7 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
     weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     o_buffer = o_s.index(q_at if T.O_OVER_Q else WG)
-    deliver((acc * weight[:, None]).to(DTYPE), dst, o_buffer, task, rows.exists & (mark == 0), WG, F, T)
+    deliver(rounded(acc * weight[:, None], DTYPE), dst, o_buffer, task, rows.exists & (mark == 0), WG, F, T)
     return it + 1, failed
 
 

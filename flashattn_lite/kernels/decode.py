@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.scores import to_log2, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, update
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, update
 
 
 @dataclass(frozen=True)
@@ -257,10 +257,12 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
         m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
         acc = weigh(acc, alpha[:, None])
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     inv_l, lse = finish(m_i, l_i)
     token = r % len_q
     at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
-    out = (acc * inv_l[:, None]).to(out_ptr.dtype.element_ty)
+    out = acc * inv_l[:, None]
+    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
     tl.store(out_ptr + at + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=exists)
     if block == 0:
         one = tl.arange(0, 1)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, scaled, take
 from flashattn_lite.kernels.hopper_tasks import CLEAN, EXACT, MINUS, PLUS, REDO, ROWS, lse_pointers, q_slot
@@ -117,5 +118,5 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     wanted = (write != 0)[:, None] & inside & ((mode == REDO) | (x > 0.0))
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
     had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0).to(gl.float32)
-    gl.store(ptrs, gl.where(mode == REDO, x, had + infinity).to(DTYPE), mask=wanted)
+    gl.store(ptrs, gl.where(mode == REDO, rounded(x, DTYPE), (had + infinity).to(DTYPE)), mask=wanted)
     return dirty, n_clean

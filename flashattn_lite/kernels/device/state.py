@@ -84,3 +84,11 @@ def finish(m_i, l_i):
     """Returns (inv_l, lse): the output is acc * inv_l (0 for a row that has seen nothing), lse is in natural log."""
     inv_l = tl.where(l_i == EMPTY_L, 0.0, 1.0 / l_i)
     return inv_l, (m_i + tl.log2(l_i)) * LN2
+
+
+@triton.jit
+def rounded(out, DTYPE: tl.constexpr):
+    """A finished output in its dtype. The mean of finite V is finite: rounded weights must not take it past float16."""
+    if DTYPE.is_fp16():
+        out = tl.clamp(out, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return out.to(DTYPE)

@@ -108,10 +108,10 @@ def flex() -> Call:
 
     def call(data: Data) -> Tensor:
         tokens, keys = data.q.shape[2], data.kv.shape[3]
-        if tokens > 1 and (tokens, keys) not in masks:
+        if (tokens, keys) not in masks:  # for one token too: it splits the keys at blocks of a mask only
             rule = lambda b, h, i, j: i + (keys - tokens) >= j
             masks[tokens, keys] = create_block_mask(rule, None, None, tokens, keys)
-        return compiled(data.q, data.k, data.v, block_mask=masks.get((tokens, keys)), enable_gqa=True)
+        return compiled(data.q, data.k, data.v, block_mask=masks[tokens, keys], enable_gqa=True)
 
     return call
 
@@ -135,7 +135,7 @@ PROVIDERS: dict[str, Callable[[], Call]] = {
     "sdpa-flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,
     "fa2": lambda: flash(lambda: flash_attention("flash_attn")),
-    "fa3": lambda: flash(flash_attention_3),
+    "fa3": lambda: flash(lambda: flash_attention_3(splits=0)),
     "fa4": lambda: flash(lambda: flash_attention("flash_attn.cute")),
 }
 

@@ -61,26 +61,28 @@ def flex() -> Provider:
     return Provider(call)
 
 
-def flash_attention(module: str) -> Provider:
+def flash_attention(module: str, **options: Any) -> Provider:
     """A package of Dao's: takes and returns (batch, length, heads, dim)."""
     function = importlib.import_module(module).flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal)
+        out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Provider(call)
 
 
-def flash_attention_3() -> Provider:
-    """Dao's own build if there is one, else the same kernels as xformers' wheel (up to 0.0.34) carries them."""
+def flash_attention_3(splits: int = 1) -> Provider:
+    """Dao's own build if there is one, else the same kernels as xformers' wheel (up to 0.0.34) carries them.
+
+    splits: of the keys; one, as flash_attn_func has it, or 0: it chooses, as flash_attn_with_kvcache has it.
+    """
     if importlib.util.find_spec("flash_attn_interface"):
-        return flash_attention("flash_attn_interface")
+        return flash_attention("flash_attn_interface", num_splits=splits)
     forward = carried_by_xformers()
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        # One split, as flash_attn_func has it; 0 would let a heuristic choose.
-        out, *_ = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, num_splits=1)
+        out, *_ = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, num_splits=splits)
         return out.transpose(1, 2)
 
     return Provider(call)

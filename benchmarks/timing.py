@@ -70,12 +70,13 @@ def _timed(call: Callable[[int], Any], count: int) -> list[float]:
 
 @functools.cache
 def nvml(index: int) -> tuple[Any, Any]:
-    """NVML and its handle of a GPU, (None, None) where it can't be had. Cached: it takes a second to start."""
+    """NVML and its handle of torch's GPU `index`, (None, None) where it can't be had. It takes a second to start."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+        # Not by index: NVML counts the GPUs that CUDA_VISIBLE_DEVICES hides.
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
     except Exception:
         return None, None
 

@@ -21,14 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 # Bytes of stack a thread, where not 0: cases with 255 registers for two passes, of which the second is the rare
 # careful one.
-STACK_LIMIT = {
-    "paged": 24,
-    "16 tokens": 256,
-    "16 tokens, paged": 24,
-    "wide, 64 rows": 96,
-    "unaligned": 56,
-    "float32": 8,
-}
+STACK_LIMIT = {"16 tokens": 16, "wide, 64 rows": 64, "float32": 8}
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {}),
@@ -98,9 +91,22 @@ def test_lengths_and_batch_do_not_recompile(tokens):
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "each"), [(1, 8192, 1), (1, 32768, 2), (1, 131072, 8), (8, 8192, 4), (64, 8192, 16)]
+    ("keys", "window", "splits"),
+    [(1, None, 1), (4096 - 32, None, 16), (8192 - 32, None, 32), (2**20, None, 32), (2**20, 1000, 5)],
 )
-def test_a_program_takes_more_splits_only_where_the_gpu_stays_full(batch, keys, each):
-    """Eight key heads, 132 multiprocessors: two programs on nearly every one, and never more splits than there are."""
-    target = targets.Target("cuda", 90, "H200", multiprocessors=132)
-    assert decode_launch.splits_each(keys // 512, 8 * batch, target) == each
+def test_room_for_the_splits_of_a_full_cache(keys, window, splits):
+    """As `splits_of` counts them, wherever in a tile the first key lies; 256 keys, more from 8k on."""
+    q = torch.empty(1, 8, 1, 128, dtype=BF16, device="meta")
+    k = torch.empty(1, 2, keys, 128, dtype=BF16, device="meta")
+    lens = torch.empty(1, dtype=torch.int32, device="meta")
+    inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, window, None, 0.1, None)
+    target = GPUS["sm_90"][1]
+    tile = decode_launch.tile_of(problem, inputs, target, decode_launch.config_of(problem, inputs, target, False), 0)
+    room = decode_launch.most_splits(problem, tile)
+    assert room == splits
+    seen = keys if window is None else window + 1
+    for length in {seen, keys, min(keys, 5000), keys - 1, keys - 31} - {0}:
+        lo = max(0, length - seen)
+        tiles = -(-length // tile.BLOCK_N) - lo // tile.BLOCK_N
+        each = max(-(-tiles // tile.LANES), tile.SPLIT // tile.BLOCK_N)
+        assert -(-tiles // each) <= room

@@ -1,10 +1,11 @@
 """Split-KV decoding in Triton: states of parts of a cache, and their merge; `decode_launch.py` starts both kernels.
 
-Keys fall into splits of T.SPLIT at fixed places. `partial_kernel`: one program owns the rows of one key/value head (the
-query heads that share it times the query tokens, BLOCK_M of them) and some neighbouring splits, one after the other.
+The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`).
+`partial_kernel`: one program owns one split for the rows of one key/value head (the query heads that share it times the
+query tokens, BLOCK_M of them).
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32.
-`merge_kernel`: one program owns COLUMNS of one row, and takes its splits LANES at a time, in their order.
-So a row's bits follow from its keys alone, not from the batch or from how many splits a program took.
+`merge_kernel`: one program, of one warp, owns COLUMNS of one row, and takes all its splits at once.
+So a row's bits follow from its keys alone, not from the batch or from the room in the cache.
 
 Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and split, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
@@ -29,7 +30,7 @@ class DecodeTile:
 
     BLOCK_M: int  # packed query rows
     BLOCK_N: int  # keys
-    SPLIT: int  # keys
+    SPLIT: int  # keys of a split, at least
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
@@ -39,7 +40,7 @@ class DecodeTile:
     ALIGN: int  # elements that divide every stride of the cache but the last
     PRECISION: str  # of tl.dot on float32 operands
     UNEQUAL: bool  # rows of one sequence may see different keys
-    LANES: int  # states of a row that a merging program takes at once
+    LANES: int  # splits of a sequence, at most
     COLUMNS: int  # of the output, a merging program
     PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 
@@ -59,6 +60,15 @@ def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr
         hi = tl.minimum(len_q + diag_hi, len_k)
     some = lo < hi
     return tl.where(some, lo, 0), tl.where(some, hi, 0), len_k, diag_lo, diag_hi
+
+
+@triton.jit
+def splits_of(lo, hi, T: tl.constexpr):
+    """(first tile, tiles, tiles of a split, splits) of the keys lo <= key < hi."""
+    first = lo // T.BLOCK_N
+    tiles = tl.cdiv(hi, T.BLOCK_N) - first
+    each = tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
+    return first, tiles, each, tl.cdiv(tiles, each)
 
 
 @triton.jit
@@ -162,28 +172,27 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(ptrs, acc, mask=(offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "splits_each", "heads", "len_q", "max_k",
-                               "diag_lo", "diag_hi"])  # fmt: skip
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "heads", "len_q", "max_k", "diag_lo",
+                               "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, splits, splits_each, heads, len_q, max_k, diag_lo, diag_hi, scale_log2,
-                   softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                   stride_tb, pages, num_m, splits, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
+                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
     pid = tl.program_id(0)
-    parts = tl.cdiv(splits, splits_each)
     block_m = pid % num_m
-    part = pid // num_m % parts
-    h = pid // num_m // parts % heads
-    b = pid // num_m // parts // heads
+    split = pid // num_m % splits
+    h = pid // num_m // splits % heads
+    b = pid // num_m // splits // heads
 
-    # Splits that no row sees are neither read nor written.
     lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    split_lo = tl.maximum(part * splits_each, lo // T.SPLIT)
-    split_hi = tl.minimum((part + 1) * splits_each, tl.cdiv(hi, T.SPLIT))
-    if split_lo >= split_hi:
+    first, tiles, each, used = splits_of(lo, hi, T)
+    if split >= used:
         return
+    last = first + tl.minimum((split + 1) * each, tiles)
+    first += split * each
 
     rows = T.GROUP * len_q
     offs_r = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
@@ -202,22 +211,19 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
-    for split in tl.range(split_lo, split_hi, num_stages=1):
-        first = tl.maximum(split * T.SPLIT, lo) // T.BLOCK_N
-        last = tl.cdiv(tl.minimum((split + 1) * T.SPLIT, hi), T.BLOCK_N)
-        m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                               scale_log2, softcap, False, F, T)  # fmt: skip
-        first_row = ((b.to(tl.int64) * heads + h) * splits + split) * rows
-        store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
-        if T.UNEQUAL:
-            failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
-            if tl.max(failed, 0) > 0:
-                m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
-                                       diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
-                acc = add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
-                                     diag_hi, F, T)  # fmt: skip
-                tl.debug_barrier()  # the first store comes first
-                store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+    m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+                           scale_log2, softcap, False, F, T)  # fmt: skip
+    first_row = ((b.to(tl.int64) * heads + h) * splits + split) * rows
+    store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+    if T.UNEQUAL:
+        failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
+        if tl.max(failed, 0) > 0:
+            m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
+                                   diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
+            acc = add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
+                                 diag_hi, F, T)  # fmt: skip
+            tl.debug_barrier()  # the first store comes first
+            store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "splits", "heads", "len_q", "max_k", "diag_lo",
@@ -231,27 +237,23 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     b = tl.program_id(0) // blocks // rows // heads
     h = tl.program_id(0) // blocks // rows % heads
     lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    _, _, _, used = splits_of(lo, hi, T)
     offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
-    m_i = tl.full([1], EMPTY_M, tl.float32)
-    l_i = tl.full([1], EMPTY_L, tl.float32)
-    acc = tl.full([1, T.COLUMNS], 0.0, tl.float32)
     if T.PDL:
         tl.extra.cuda.gdc_wait()
-    # Staged, although there is no dot: the next splits are asked for before the first are waited for.
-    split_hi = tl.cdiv(hi, T.SPLIT)
-    for first in tl.range(lo // T.SPLIT // T.LANES * T.LANES, split_hi, T.LANES, num_stages=3):
-        split = first + tl.arange(0, T.LANES)
-        written = (split >= lo // T.SPLIT) & (split < split_hi)
-        at = ((b.to(tl.int64) * heads + h) * splits + split) * rows + r
-        m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
-        l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
-        acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-        acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)  # [LANES, COLUMNS]
-        # The splits are the scores of one more softmax, whose weights are theirs.
-        m_i, _l, alpha, weights = update(m_i, l_i, m_p[None, :], 1.0)  # [1], [1, LANES]
-        l_i = l_i * alpha + tl.sum(weights * l_p[None, :], 1)
-        acc = weigh(acc, alpha[:, None]) + tl.sum(weigh(acc_p, tl.trans(weights)), 0)[None, :]
+    split = tl.arange(0, T.LANES)
+    written = split < used
+    at = ((b.to(tl.int64) * heads + h) * splits + split) * rows + r
+    m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
+    l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
+    acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+    acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)  # [LANES, COLUMNS]
+    # The splits are the scores of one more softmax, whose weights are theirs.
+    empty = tl.full([1], EMPTY_M, tl.float32)
+    m_i, _l, _alpha, weights = update(empty, empty, m_p[None, :], 1.0)  # [1], [1, LANES]
+    l_i = tl.sum(weights * l_p[None, :], 1)
+    acc = tl.sum(weigh(acc_p, tl.trans(weights)), 0)[None, :]
     head = h * T.GROUP + r // len_q
     if F.sinks:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)

@@ -13,7 +13,7 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kernel
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
-from flashattn_lite.kernels.tuning import DECODE_PROGRAMS, DecodeConfig, decode_tile, padded
+from flashattn_lite.kernels.tuning import DecodeConfig, decode_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -72,8 +72,7 @@ def plan(
     tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
     num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
     heads = problem.batch * problem.heads_kv
-    splits = triton.cdiv(problem.len_k, tile.SPLIT)
-    each = splits_each(splits, num_m * heads, target)
+    splits = most_splits(problem, tile)
     rows = heads * splits * problem.group * problem.len_q
     states = (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32),
               q.new_empty(rows, problem.head_dim_v, dtype=torch.float32))  # fmt: skip
@@ -84,7 +83,7 @@ def plan(
     partial_args = (
         *(q, k, v, table, kv_lens, *states),
         *(x.stride() for x in (q, k, v)),
-        *(0 if table is None else table.stride(0), k.shape[0], num_m, splits, each, *lengths),
+        *(0 if table is None else table.stride(0), k.shape[0], num_m, splits, *lengths),
         *(problem.scale * LOG2E, problem.softcap, problem.features, tile),
     )
     merge_args = (
@@ -94,11 +93,11 @@ def plan(
     partial = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
     if config.registers and target.kind == "cuda":
         partial["maxnreg"] = config.registers
-    merge = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    merge = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
     if tile.PDL:
         merge["launch_pdl"] = True
     merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-    return (partial_kernel, (num_m * triton.cdiv(splits, each) * heads,), partial_args, partial), (
+    return (partial_kernel, (num_m * splits * heads,), partial_args, partial), (
         merge_kernel,
         (merges,),
         merge_args,
@@ -106,15 +105,13 @@ def plan(
     )
 
 
-def splits_each(splits: int, others: int, target: Target) -> int:
-    """Splits that a program takes one after the other: a power of two that still fills the GPU. It touches no bits.
-
-    `others`: programs for each split.
-    """
-    each = 1
-    while each < splits and others * triton.cdiv(splits, 2 * each) >= DECODE_PROGRAMS * target.multiprocessors:
-        each *= 2
-    return each
+def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
+    """Splits of a sequence that fills its cache; none has more."""
+    seen = problem.len_k
+    if problem.features.left and problem.features.right:
+        seen = min(seen, problem.len_q + problem.diag_hi - problem.diag_lo)
+    # Keys count in tiles, and the first may begin before the first key that is seen.
+    return min(tile.LANES, triton.cdiv(triton.cdiv(seen, tile.BLOCK_N) + 1, tile.SPLIT // tile.BLOCK_N))
 
 
 def launch(

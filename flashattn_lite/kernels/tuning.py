@@ -243,24 +243,24 @@ class DecodeConfig:
 
     block_m: int
     block_n: int
-    split: int
+    split: int  # keys, at least
     num_warps: int
     num_stages: int
-    lanes: int = 16  # splits that a merging program takes at once; 1 x 8k in splits of 256 keys: 2272, with 32 2347
-    columns: int = 64  # of the output, a merging program
+    lanes: int = 32  # splits of a sequence, at most
+    columns: int = 32  # of the output, a merging program
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
 
-# All of decoding: H200, 16-bit, head dim 128, 8 key heads, short runs with one split a program, GB/s.
+# All of decoding: H200, bf16, head dim 128, 32 query and 8 key heads, short runs, GB/s of K and V.
 # Bytes of K and V a tile. 1 x 32k, 8 x 8k, 64 x 8k keys in splits of 1024: 32 keys a tile, four stages 3531, 3807 and
 # 4267; 64 keys, two stages 3307, 3894 and 4346. A read: 4155, 4373, 4646.
 DECODE_TILE_BYTES = 16 << 10
-# Keys of a split, in every cache: 8 heads of 8k keys make 128 programs, and a split's state is 0.8% of its K and V at
-# head dim 128 with 4 rows. 1 x 8k, merged in the same launch: 512 keys 2302, 256 keys 2218, 128 keys 1742.
-SPLIT_KEYS = 512
-# Programs a multiprocessor that a launch keeps, when it gives each more splits than one: two, but for a few.
-# 8 x 8k: 512 keys a program 3692, 1024 keys 3879, 2048 keys 4054.
-DECODE_PROGRAMS = 1.9
+# (rows up to which it serves, keys of a split, at least): of more rows the states weigh more. 8 heads of 8k keys make
+# 128 programs of 512 keys. One token, 1 x 8k, 8 x 8k, 64 x 8k: 512 keys 2225, 3652, 4185; 256 keys 2361, 3587, 4110;
+# 1024 keys, which leave half of the GPU idle at 1 x 8k, 3748 and 4211 of the other two. 8 x 8k, 16 tokens: 1024 keys
+# 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
+# few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
+SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
@@ -270,24 +270,26 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     read 16 bytes at a time.
     """
     rows = padded(problem.group * problem.len_q)
+    split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=2, columns=16)  # so that small tests cross every border
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, columns=16)  # so that small tests cross every border
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
     rows = min(rows, 64)
     if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
-        return DecodeConfig(16, block_n, SPLIT_KEYS, 8, _stages(target, 2, block_n * key_bytes))
+        return DecodeConfig(16, block_n, split, 8, _stages(target, 2, block_n * key_bytes))
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
-        return DecodeConfig(min(rows, 32), 32, SPLIT_KEYS, 2 if dim_v <= 128 else 4, 1)
+        return DecodeConfig(min(rows, 32), 32, split, 2 if dim_v <= 128 else 4, 1)
     # A table's entries take two stages before their keys.
     stages = _stages(target, 4 + (2 if paged else 0), block_n * key_bytes)
-    if rows == 64:  # whose states are many: one merging program a row
+    if rows == 64:
         # 64 x 256 floats of one state are 128 registers in each of 4 warps.
-        return DecodeConfig(rows, block_n, SPLIT_KEYS, 8 if dim_v > 128 else 4, stages, columns=128)
-    # Four programs a multiprocessor. 8 x 8k, four tokens: 3426 with, 3087 without; what caps scores would spill.
-    few = max(dim, dim_v) <= 128 and not problem.features.softcap
-    return DecodeConfig(rows, block_n, SPLIT_KEYS, 4, stages, lanes=32, registers=128 if few else 0)
+        warps = 8 if dim_v > 128 else 4
+        return DecodeConfig(rows, block_n, split, warps, stages, lanes=16, columns=64)
+    # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with.
+    few = max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap and not paged
+    return DecodeConfig(rows, block_n, split, 4, stages, registers=128 if few else 0)
 
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:

@@ -54,7 +54,7 @@ def attention(
         sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
         kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
         return_lse: also return lse.
-        backend: "auto", or "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
+        backend: "auto", or "split", "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
 
     Returns:
         out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.

@@ -118,34 +118,40 @@ def _key(args: Arguments) -> tuple[Any, ...]:
         v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, options, *map(type, options),
     )  # fmt: skip
-    for x in optional:
-        if x is None:
-            key += (None,)
-        else:
-            key += (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
+    key += tuple(map(metadata, optional))
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
     return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
+
+
+def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a launch depends on of a tensor."""
+    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
 
 
 def _ordinary(args: Arguments) -> bool:
     """No compiler, mode or transform looks on, and no length has to be read from the GPU first."""
     packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
-    return not torch.compiler.is_compiling() and _plain(args) and not watched() and not (packed and longest is None)
+    return ordinary(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and longest is None)
 
 
 def _recorded(args: Arguments) -> bool:
-    """Autograd records the call."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:NUM_TENSORS])
+    return recorded(args[:NUM_TENSORS])
 
 
-def _plain(args: Arguments) -> bool:
-    """Ordinary dense tensors and numbers, of exactly these types."""
-    tensors, options = args[:NUM_TENSORS], args[NUM_TENSORS:]
+def recorded(tensors: tuple[Any, ...]) -> bool:
+    """Autograd records a call with these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def ordinary(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+    """Ordinary dense tensors and numbers, of exactly these types, and no compiler, mode or transform looks on."""
+    if torch.compiler.is_compiling():
+        return False
     dense = all(
         x is None or (type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg()))
         for x in tensors
     )
-    return dense and all(type(x) in PLAIN for x in options)
+    return dense and all(type(x) in PLAIN for x in options) and not watched()
 
 
 def watched() -> bool:

@@ -78,6 +78,30 @@ class Triton:
         return attention_launch.prepare(problem, inputs, out, lse, target)
 
 
+class Split:
+    """Decoding's kernels, for few query rows: they split the keys over the whole GPU and read them once a key head."""
+
+    name = "split"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        if target.triton:
+            return [target.triton]
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.why_not_attention(problem, target)
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.config_of(problem, inputs, target, paged=False)
+
+    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
+        from flashattn_lite.kernels import decode_launch
+
+        call = decode_launch.prepare(problem, inputs, None, out, lse, target)
+        return lambda inputs, out, lse: call(inputs, None, out, lse)
+
+
 class Tiled:
     """Plain torch on any device: the CPU's path, and what remains where nothing else fits."""
 
@@ -93,7 +117,7 @@ class Tiled:
         return lambda inputs, out, lse: tiled.forward(problem, inputs, out, lse)
 
 
-BACKENDS: tuple[Hopper | Triton | Tiled, ...] = (Hopper(), Triton(), Tiled())
+BACKENDS: tuple[Split | Hopper | Triton | Tiled, ...] = (Split(), Hopper(), Triton(), Tiled())
 
 
 def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> None:

@@ -76,7 +76,7 @@ REFUSED = {
     "window sign": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0). None (not -1) "
                     "leaves it unbounded."),
     "window kind": (call(window=(1.0, 0)), TypeError, "window: left must be an int or None; got (1.0, 0)."),
-    "backend": (call(backend="cuda"), ValueError, "backend: must be one of 'auto', 'hopper', 'triton', 'tiled'; got 'cuda'."),
+    "backend": (call(backend="cuda"), ValueError, "backend: must be one of 'auto', 'split', 'hopper', 'triton', 'tiled'; got 'cuda'."),
     "cu order": (packed(cu_seqlens_q=CU_Q[[0, 2, 1]]), ValueError, "cu_seqlens_q: must not decrease; got [0, 10, 4]."),
     "cu start": (packed(cu_seqlens_q=CU_Q + 1), ValueError, "cu_seqlens_q: must start with 0; got [1, 5, 11]."),
     "cu end": (packed(cu_seqlens_k=CU_Q), ValueError, "cu_seqlens_k: must end with k's total length (12); got [0, 4, 10]"),
@@ -119,7 +119,7 @@ def test_nothing_is_launched_for_bad_input(monkeypatch):
 def test_a_named_backend_never_falls_back():
     doubles = Q.double()
     # The reason is the dtype, or that Triton is not there at all.
-    words = r"backend: 'triton' can't run this problem. By backend: hopper: .*; triton: .*(float64|triton).*; tiled: would run"
+    words = r"backend: 'triton' can't run this problem. By backend: split: .*; hopper: .*; triton: .*(float64|triton).*; tiled: would run"
     with pytest.raises(BackendError, match=words):
         fa.attention(doubles, doubles, doubles, backend="triton")
 

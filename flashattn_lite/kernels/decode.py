@@ -48,7 +48,9 @@ class DecodeTile:
 @triton.jit
 def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr):
     """(lo, hi, len_k, diag_lo, diag_hi) of sequence b; no row sees a key outside lo <= key < hi."""
-    len_k = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), max_k)
+    len_k = max_k
+    if F.kv_lens:
+        len_k = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), max_k)
     lo = 0
     hi = len_k
     if F.end_aligned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,30 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kernel
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
-from flashattn_lite.kernels.tuning import DecodeConfig, decode_tile, padded
+from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.tuning import FEW_ROWS, MANY_KEYS, DecodeConfig, decode_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
 
-Plan = tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
+Plan = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
 
 
 def why_not(problem: AttentionProblem, target: Target) -> list[str]:
     """Reasons why the decoding kernels can't take this problem here; empty if they can. As for attention's."""
     return attention_launch.why_not(problem, target)
+
+
+def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
+    """Reasons why `attention` does not split this problem's keys; empty if it does. Not the batch: bits would tell."""
+    reasons, rows = why_not(problem, target), problem.group * problem.len_q
+    if problem.features.varlen or problem.features.mask:
+        reasons.append("it takes no packed sequences and no masks")
+    if problem.len_q == 0 or rows > FEW_ROWS:
+        reasons.append(f"it is for 1 to {FEW_ROWS} query rows a key/value head; this one has {rows}")
+    if problem.len_k < MANY_KEYS:
+        reasons.append(f"its second launch pays from {MANY_KEYS} keys on; these are {problem.len_k}")
+    return reasons
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: DecodeConfig, page: int) -> DecodeTile:
@@ -54,6 +68,73 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target, paged: 
     return decode_tile(problem, target, vectorised(inputs.k) and vectorised(inputs.v), paged)
 
 
+class Call:
+    """A problem ready to run: `call(inputs, table, out, lse)` fills out and lse, for all tensors of the same metadata.
+
+    problem.len_k is the capacity of a sequence; inputs.k and inputs.v are pages where there is a table.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        table: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+        config: DecodeConfig | None = None,
+    ) -> None:
+        config = config or config_of(problem, inputs, target, table is not None)
+        q, k, v = inputs.q, inputs.k, inputs.v
+        self.tile = tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
+        num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
+        heads = problem.batch * problem.heads_kv
+        splits = most_splits(problem, tile)
+        self.rows, self.dim_v = heads * splits * problem.group * problem.len_q, problem.head_dim_v
+        lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
+        step = 0 if table is None else in_rows(table).stride(0)
+        self.partial_numbers = (
+            *(x.stride() for x in (q, k, v)),
+            *(step, k.shape[0], num_m, splits, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(problem.features, tile),
+        )
+        self.merge_numbers = (out.stride(), *lse.stride()[:2], splits, *lengths, problem.features, tile)
+        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.registers and target.kind == "cuda":
+            options["maxnreg"] = config.registers
+        merge: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
+        if tile.PDL:
+            merge["launch_pdl"] = True
+        merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
+        fused = {"enable_fp_fusion": False}
+        self.partial = Starter(partial_kernel, num_m * splits * heads, options | fused, problem.device)
+        self.merge = Starter(merge_kernel, merges, merge | fused, problem.device)
+
+    def arguments(
+        self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of both launches; the first writes states that the second reads."""
+        q, kv_lens = inputs.q, contiguous(inputs.kv_lens)
+        m, l_i = q.new_empty(self.rows, dtype=torch.float32), q.new_empty(self.rows, dtype=torch.float32)
+        states = (m, l_i, q.new_empty(self.rows, self.dim_v, dtype=torch.float32))
+        table = None if table is None else in_rows(table)
+        return (
+            (q, inputs.k, inputs.v, table, kv_lens, *states, *self.partial_numbers),
+            (out, lse, contiguous(inputs.sinks), kv_lens, *states, *self.merge_numbers),
+        )
+
+    def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        if self.merge.grid[0]:
+            partial, merge = self.arguments(inputs, table, out, lse)
+            self.partial(partial)
+            self.merge(merge)
+
+
+def in_rows(table: Tensor) -> Tensor:
+    """The table, its rows in one piece: a number a page, as small as lengths and sinks."""
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
 def plan(
     problem: AttentionProblem,
     inputs: Inputs,
@@ -63,45 +144,12 @@ def plan(
     target: Target,
     config: DecodeConfig | None = None,
 ) -> tuple[Plan, Plan]:
-    """The launch that computes the states of all splits, and the one that merges them; the second writes out and lse.
-
-    problem.len_k is the capacity of a sequence; inputs.k and inputs.v are pages where there is a table.
-    """
-    config = config or config_of(problem, inputs, target, table is not None)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
-    num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
-    heads = problem.batch * problem.heads_kv
-    splits = most_splits(problem, tile)
-    rows = heads * splits * problem.group * problem.len_q
-    states = (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32),
-              q.new_empty(rows, problem.head_dim_v, dtype=torch.float32))  # fmt: skip
-    kv_lens = contiguous(inputs.kv_lens)
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()  # a number a page, as small as lengths and sinks
-    lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
-    partial_args = (
-        *(q, k, v, table, kv_lens, *states),
-        *(x.stride() for x in (q, k, v)),
-        *(0 if table is None else table.stride(0), k.shape[0], num_m, splits, *lengths),
-        *(problem.scale * LOG2E, problem.softcap, problem.features, tile),
-    )
-    merge_args = (
-        *(out, lse, contiguous(inputs.sinks), kv_lens, *states),
-        *(out.stride(), *lse.stride()[:2], splits, *lengths, problem.features, tile),
-    )
-    partial = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    if config.registers and target.kind == "cuda":
-        partial["maxnreg"] = config.registers
-    merge = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
-    if tile.PDL:
-        merge["launch_pdl"] = True
-    merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-    return (partial_kernel, (num_m * splits * heads,), partial_args, partial), (
-        merge_kernel,
-        (merges,),
-        merge_args,
-        merge,
+    """Both launches, to look at or to compile."""
+    call = Call(problem, inputs, table, out, lse, target, config)
+    partial, merge = call.arguments(inputs, table, out, lse)
+    return (
+        (partial_kernel, call.partial.grid, partial, call.partial.options),
+        (merge_kernel, call.merge.grid, merge, call.merge.options),
     )
 
 
@@ -114,23 +162,27 @@ def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
     return min(tile.LANES, triton.cdiv(triton.cdiv(seen, tile.BLOCK_N) + 1, tile.SPLIT // tile.BLOCK_N))
 
 
-def launch(
+def prepare(
+    problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+) -> Callable[[Inputs, Tensor | None, Tensor, Tensor], None]:
+    """What fills out and lse for tensors of this metadata. On a GPU in few microseconds from its second run on."""
+    if target.interpreting:
+        return lambda inputs, table, out, lse: interpret(problem, inputs, table, out, lse, target)
+    return Call(problem, inputs, table, out, lse, target)
+
+
+def interpret(
     problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
 ) -> None:
-    """Fills out and lse. Device: that of the inputs."""
-    if target.interpreting and problem.dtype == torch.bfloat16:
+    """Fills out and lse through Triton's interpreter."""
+    if problem.dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
         wide = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
         out_wide = torch.empty_like(out, dtype=torch.float32)
-        launch(replace(problem, dtype=torch.float32), wide, table, out_wide, lse, target)
+        interpret(replace(problem, dtype=torch.float32), wide, table, out_wide, lse, target)
         out.copy_(out_wide)
         return
     for kernel, grid, args, kwargs in plan(problem, inputs, table, out, lse, target):
-        if grid[0] == 0:
-            continue
-        if target.interpreting:
+        if grid[0]:
             with numpy_errors_off():
-                kernel[grid](*args, **kwargs)
-        else:
-            with torch.cuda.device(problem.device):
                 kernel[grid](*args, **kwargs)

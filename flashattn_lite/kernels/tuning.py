@@ -261,6 +261,8 @@ DECODE_TILE_BYTES = 16 << 10
 # 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
 # few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
 SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
+# What `attention` gives to these kernels: query rows a key/value head, and keys. Not measured yet.
+FEW_ROWS, MANY_KEYS = 32, 1024
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:

@@ -1,0 +1,64 @@
+"""Few query rows over many keys: what `attention` gives to decoding's kernels, and what a second call knows."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.testing import Case, assert_close_to_oracle
+from flashattn_lite.testing.results import assert_same_bits
+from tests.test_decode import cache, int32
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": True, "q_start": 700},
+        {"window": (300, 200), "q_start": 500},
+        {"softcap": 5.0, "sinks": True},
+        {"scale": -0.3, "kv_lens": True, "causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_attention_splits_the_keys_of_few_rows(device, tokens, options):
+    """`attention` gives few rows over many keys to the same kernels: every score feature but masks, any alignment."""
+    options = dict(options)
+    q, k, v = cache(device, batch=2, heads=8, heads_kv=2, rows=tokens, keys=1100, dtype=torch.float16)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1, 3, 8, device=device)
+    if options.pop("kv_lens", False):
+        options["kv_lens"] = int32([1000, 3], device)
+    out, lse = fa.attention(q, k, v, return_lse=True, **options)
+    assert_close_to_oracle(out, lse, Case(q, k, v, **options))
+    if device.type == "cuda" or INTERPRETING:
+        assert fa.explain(q, k, v, **options).backend == "split"
+        alone = fa.attention(q[1:], k[1:], v[1:], return_lse=True, **cut(options))
+        assert_same_bits((out[1:], lse[1:]), alone, "the second of two sequences", None)
+
+
+def cut(options):
+    return {name: x[1:] if name == "kv_lens" else x for name, x in options.items()}
+
+
+def test_the_second_call_knows_the_first(device):
+    """Its own tensors, lengths and table; no look at what a first call of this metadata was asked."""
+    if device.type != "cuda":
+        pytest.skip("on a CPU every call reads its lengths and its table")
+    first, second = cache(device, batch=2), [x + 1 for x in cache(device, batch=2)]
+    lens = int32([300, 20], device)
+    want = fa.attention_decode(*second, lens[:].clone(), backend="tiled")
+    for _ in range(3):
+        fa.attention_decode(*first, int32([7, 7], device))
+        torch.testing.assert_close(fa.attention_decode(*second, lens), want, atol=2e-3, rtol=0)
+    with pytest.raises(ValueError, match="window"):
+        fa.attention_decode(*first, lens, window=(-1, 0))
+    q = first[0].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        fa.attention_decode(q, *first[1:], lens).sum().backward()

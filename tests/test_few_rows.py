@@ -26,11 +26,11 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_attention_splits_the_keys_of_few_rows(device, tokens, options):
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1100), (4, 2100)])
+def test_attention_splits_the_keys_of_few_rows(device, tokens, keys, options):
     """`attention` gives few rows over many keys to the same kernels: every score feature but masks, any alignment."""
     options = dict(options)
-    q, k, v = cache(device, batch=2, heads=8, heads_kv=2, rows=tokens, keys=1100, dtype=torch.float16)
+    q, k, v = cache(device, batch=2, heads=8, heads_kv=2, rows=tokens, keys=keys, dtype=torch.float16)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-1, 3, 8, device=device)
     if options.pop("kv_lens", False):

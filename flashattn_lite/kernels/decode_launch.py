@@ -15,7 +15,7 @@ from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kern
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter
-from flashattn_lite.kernels.tuning import FEW_ROWS, MANY_KEYS, DecodeConfig, decode_tile, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -33,10 +33,11 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     reasons, rows = why_not(problem, target), problem.group * problem.len_q
     if problem.features.varlen or problem.features.mask:
         reasons.append("it takes no packed sequences and no masks")
-    if problem.len_q == 0 or rows > FEW_ROWS:
-        reasons.append(f"it is for 1 to {FEW_ROWS} query rows a key/value head; this one has {rows}")
-    if problem.len_k < MANY_KEYS:
-        reasons.append(f"its second launch pays from {MANY_KEYS} keys on; these are {problem.len_k}")
+    keys = next((keys for most, keys in FEW_ROWS if rows <= most), None)
+    if rows == 0 or keys is None:
+        reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows a key/value head; this one has {rows}")
+    elif problem.len_k < keys:
+        reasons.append(f"of {rows} query rows a key/value head it takes {keys} keys or more; these are {problem.len_k}")
     return reasons
 
 

@@ -261,8 +261,11 @@ DECODE_TILE_BYTES = 16 << 10
 # 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
 # few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
 SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
-# What `attention` gives to these kernels: query rows a key/value head, and keys. Not measured yet.
-FEW_ROWS, MANY_KEYS = 32, 1024
+# What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
+# the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
+# 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
+# (247). 32 rows: 1 x 2k 29.9 (27.7), 1 x 8k 31.3 (85.8), 64 x 4k 352 (249).
+FEW_ROWS = ((8, 1024), (16, 2048), (32, 8192))
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:

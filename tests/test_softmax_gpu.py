@@ -80,7 +80,7 @@ def test_cuda_graph(shape, dim):
         assert differing(captured, results(x, dim)).item() == 0
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((300, 1000), 1), ((7, 4096), -1), ((100, 70), 0)])
+@pytest.mark.parametrize(("shape", "dim"), [((300, 1000), 1), ((7, 4096), -1), ((100, 70), 0), ((30, 100_000), 1)])
 def test_remembered_calls_are_the_checked_one(shape, dim):
     """The first is checked, the second compiles, from the third on nothing is looked at but metadata."""
     xs = [made(shape, seed) for seed in range(4)]

@@ -53,9 +53,9 @@ def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:
     assert [kernels.plan(y, (y,), 1)[0].kwargs["ALIGN"] for y in (x, x[:1], x[:, :1000], x[:1, :1000])] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("op", ["softmax", "stats"])
-def test_a_prepared_call_brings_every_argument_in_its_place(op: str) -> None:
-    x, m = torch.zeros(6, 1000), torch.zeros(6, 1)
+@pytest.mark.parametrize(("op", "cols"), [("softmax", 1000), ("stats", 1000), ("stats", 2**18)])
+def test_a_prepared_call_brings_every_argument_in_its_place(op: str, cols: int) -> None:
+    x, m = torch.zeros(6, cols), torch.zeros(6, 1)
     results = (torch.zeros_like(x),) if op == "softmax" else (m, m + 1)
     (launch,) = kernels.plan(x, results, 1)
     ready, started = kernels.prepare(x, results, 1), []
@@ -71,10 +71,9 @@ def test_a_prepared_call_brings_every_argument_in_its_place(op: str) -> None:
     assert planned.keys() == given.keys() and all(same(planned[n], given[n]) for n in planned if n not in tensors)
 
 
-def test_rows_with_parts_are_planned_anew() -> None:
-    x, m = torch.zeros(1, 2**18), torch.zeros(1, 1)
-    assert kernels.prepare(x, (x,), 1) is None
-    assert kernels.prepare(x, (m, m), 1) is None
+def test_rows_of_two_launches_are_planned_anew() -> None:
+    x = torch.zeros(4000, 100).T  # side by side, and more than a tile holds
+    assert kernels.prepare(x, (torch.zeros_like(x),), 1) is None
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.kernels.tuning import MOST_PARTS, SoftmaxTile, softmax_tile
 from flashattn_lite.softmax import online_softmax, softmax_stats
@@ -184,3 +186,27 @@ def test_a_sum_over_two_to_the_24_elements(device: torch.device, interpreting: b
         exact = torch.exp(row.double() - m.double()).sum().item()
         assert abs(l_i.item() - exact) <= 8 * EPS * exact
         assert abs(online_softmax(row).double().sum().item() - 1) <= 8 * EPS
+
+
+@pytest.mark.skipif(not targets.interpreting(), reason="on a GPU, test_softmax_gpu.py calls twice")
+@pytest.mark.parametrize("cols", [205, 8192 * 3 + 5])
+def test_a_prepared_call_has_room_of_its_own(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run through the interpreter in place of a GPU's launcher: other tensors, parts and counts each time."""
+
+    class Interpreted:
+        def __init__(self, kernel: Any, blocks: int, options: dict[str, Any], device: torch.device) -> None:
+            self.run = lambda args: run([kernels.Launch(kernel, (blocks,), args, options)])
+
+        def __call__(self, args: tuple[Any, ...]) -> None:
+            self.run(args)
+
+    monkeypatch.setattr(kernels, "Starter", Interpreted)
+    x, other = hostile(torch.device("cpu"), cols), 2 * hostile(torch.device("cpu"), cols)
+    y, m, l_i = torch.empty_like(x), torch.empty(10, 1), torch.empty(10, 1)
+    softmax_of, stats_of = kernels.prepare(x, (y,), 1), kernels.prepare(x, (m, l_i), 1)
+    for values in (x, other, x):
+        softmax_of(values, y)
+        assert torch.equal(y.nan_to_num(7), online_softmax(values).nan_to_num(7))
+        stats_of(values, m, l_i)
+        for got, want in zip((m, l_i), softmax_stats(values), strict=True):
+            assert torch.equal(got[:, 0].nan_to_num(7), want.nan_to_num(7))

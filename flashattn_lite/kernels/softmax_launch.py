@@ -209,26 +209,32 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
 
 
 class Ready:
-    """A call whose launch was planned, for others of the same metadata on a GPU."""
+    """A call of one launch that was planned, for others of the same metadata on a GPU."""
 
-    def __init__(self, launch: Launch, tensors: int) -> None:
-        values = dict(launch.kwargs)
+    def __init__(self, launch: Launch, tensors: int, split: bool) -> None:
+        values, first = dict(launch.kwargs), tensors
+        self.parts = self.tiles = 0
+        if split:
+            self.parts, first = launch.args[tensors].numel(), tensors + 3
+            units, _, splits = launch.args[first : first + 3]
+            self.tiles = units // splits
         names = launch.kernel.arg_names[len(launch.args) :]
-        self.rest = (*launch.args[tensors:], *(values.pop(name) for name in names))
+        self.rest = (*launch.args[first:], *(values.pop(name) for name in names))
         self.start = Starter(launch.kernel, launch.grid[0], values, launch.args[0].device)
 
     def __call__(self, *tensors: Tensor) -> None:
-        self.start((*tensors, *self.rest))
+        x, room = tensors[0], ()
+        if self.parts:
+            room = (*parts_for(x, self.parts), counts_for(x, self.tiles))  # type: ignore[assignment]
+        self.start((*tensors, *room, *self.rest))
 
 
 def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:
-    """None where a launch needs room of its own for parts: long rows, whose time on the GPU hides the host's."""
+    """None where rows take two launches: those that lie side by side, or are very long."""
     planned = plan(x, results, dim)
-    if planned is None or len(planned) > 1 or planned[0].kernel is together_kernel:
+    if planned is None or len(planned) > 1:
         return None
-    if planned[0].kernel is stats_kernel and planned[0].kwargs["PARTS"] > 1:
-        return None
-    return Ready(planned[0], 1 + len(results))
+    return Ready(planned[0], 1 + len(results), planned[0].kwargs.get("PARTS", 1) > 1)
 
 
 def interpret(x: Tensor, results: Results, dim: int) -> None:

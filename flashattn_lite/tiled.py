@@ -21,7 +21,7 @@ from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import cap, query_factor
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, fit, operand, sequences
+from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, as_written, fit, operand, sequences
 
 
 def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:
@@ -45,18 +45,19 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
     """Fills out (the layout and dtype of q) and lse (float32, natural log); both may have any strides."""
     if lse.numel() == 0:
         return
-    for seq in sequences(problem, inputs):
-        shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
-        slots = max(2, min(shape.slots, seq.q.shape[0] * problem.heads_kv))
-        scores = slots * problem.group * shape.rows * min(shape.keys, seq.k.shape[2])
-        buffer = inputs.q.new_empty(scores, dtype=torch.promote_types(problem.dtype, torch.float32))
-        out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
-        for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
-            acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
-            slots = tile.shape[0] * tile.shape[1]
-            result = acc[:slots, :, : problem.head_dim_v] * inv_l[:slots].unsqueeze(-1)
-            tile.rows(out_rows).copy_(result.view(*tile.shape, -1))
-            tile.rows(lse_rows).copy_(lse_tile[:slots].view(tile.shape))
+    with as_written(problem.device):
+        for seq in sequences(problem, inputs):
+            shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
+            slots = max(2, min(shape.slots, seq.q.shape[0] * problem.heads_kv))
+            scores = slots * problem.group * shape.rows * min(shape.keys, seq.k.shape[2])
+            buffer = inputs.q.new_empty(scores, dtype=torch.promote_types(problem.dtype, torch.float32))
+            out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
+            for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
+                acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
+                slots = tile.shape[0] * tile.shape[1]
+                result = acc[:slots, :, : problem.head_dim_v] * inv_l[:slots].unsqueeze(-1)
+                tile.rows(out_rows).copy_(result.view(*tile.shape, -1))
+                tile.rows(lse_rows).copy_(lse_tile[:slots].view(tile.shape))
 
 
 class RowPass:

@@ -20,7 +20,7 @@ from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import to_log2
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import RowTile, Sequences, TileShape, fit, operand, sequences
+from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, operand, sequences
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -56,8 +56,8 @@ def backward(
         dtype = torch.promote_types(x.dtype, wide) if name in ("mask", "sinks") else x.dtype
         sums.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
     grads: Grads = (sums[0], sums[1], sums[2], sums[3], sums[4])
-    if lse.numel():
-        for seq in sequences(problem, inputs):
+    with as_written(problem.device):
+        for seq in sequences(problem, inputs) if lse.numel() else ():
             rows = (
                 seq.of_rows(out),
                 seq.of_rows(lse),

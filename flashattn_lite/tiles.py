@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,13 @@ from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import add_mask, visible
 
 ALIGN = 8  # columns; in narrower steps the bits of a product depend on where its operands lie in memory (measured)
+
+
+def as_written(device: torch.device) -> AbstractContextManager[None]:
+    """Every product in the dtypes of its operands, also inside a caller's torch.autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,17 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda q, k, v: ours(q, k, v, is_causal=True), (q, k, v))
 
 
+@pytest.mark.parametrize("function", [ours, fa.attention], ids=["sdpa", "attention"])
+def test_a_backward_inside_autocast(device, function):
+    """Its products are not autocast's to change: the same bits as outside."""
+    q, k, v = (x.requires_grad_() for x in tensors(device, (1, 2, 50, 16), (1, 2, 50, 16), (1, 2, 50, 16)))
+    loss = function(q, k, v).square().sum()
+    outside = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        inside = torch.autograd.grad(loss, (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
 def test_a_second_derivative_is_refused_not_wrong():
     (q,) = tensors("cpu", (1, 1, 3, 4))
     q.requires_grad_()

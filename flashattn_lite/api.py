@@ -139,6 +139,7 @@ def attention_varlen(
     done = _recall(tensors, *rest) if isinstance(q, Tensor) and q.is_cuda else None
     if done is None:
         arguments.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        arguments.check_no_tangent(q=q, k=k, v=v, sinks=sinks)
         arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
         arguments.check_sinks(sinks, q)
         arguments.check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
@@ -152,6 +153,7 @@ def _check_attention(
 ) -> None:
     q, k, v, mask, sinks, kv_lens, _, _ = tensors
     arguments.check_dense(q, k, v)
+    arguments.check_no_tangent(q=q, k=k, v=v, mask=mask, sinks=sinks)
     arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
     arguments.check_mask(mask, q, k.shape[2])
     arguments.check_sinks(sinks, q)
@@ -166,7 +168,7 @@ def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | Non
         return None
     if window is not None and (type(window) is not tuple or len(window) != 2):
         return None
-    return calls.recall(_arguments(tensors, *rest))
+    return ops.recall(_arguments(tensors, *rest))
 
 
 def _arguments(

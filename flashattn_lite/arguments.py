@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashattn_lite.errors import not_implemented, type_error, value_error
 
@@ -26,6 +27,16 @@ def check_float_tensor(name: str, x: object) -> None:
         raise type_error(name, "must be real", x, "Attention of complex numbers is not defined here; split re and im.")
     if x.dtype not in FLOAT_DTYPES:
         raise type_error(name, "dtype must be float16, bfloat16, float32 or float64", x, "Cast it first.")
+
+
+def check_no_tangent(**tensors: object) -> None:
+    """No kernel carries forward-mode derivatives: they would be lost without a word."""
+    if torch.compiler.is_compiling():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            remedy = "Use reverse mode (backward(), torch.func.grad, vjp), or torch's own function here."
+            raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
 
 
 def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
@@ -59,44 +60,35 @@ def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]
 
 def attention(args: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked call with real tensors."""
-    return _run(_prepared(_key(args), args), Inputs(*args[:NUM_TENSORS]))
+    return run(prepared(args), args)
 
 
-def run(args: Arguments) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of arguments that the door let through if nothing has to see the op, else None."""
-    return None if not _ordinary(args) or _recorded(args) else attention(args)
-
-
-def trust(args: Arguments) -> None:
-    """Remembers that the door let these arguments through, for `recall`. After a call with them."""
-    if _ordinary(args):
-        _prepared(_key(args), args).trusted = True
-
-
-def recall(args: Arguments) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) if the door knows the metadata and nothing watches, else None. Not for a compiler to trace."""
-    try:
-        call = _ready.get(_key(args))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
-        return None
-    if call is None or not call.trusted or watched():
-        return None
-    return None if _recorded(args) else _run(call, Inputs(*args[:NUM_TENSORS]))
-
-
-def _run(call: Ready, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    out, lse = allocate(call.problem, inputs)
-    call.run(inputs, out, lse)
+def run(ready: Ready, args: Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that was prepared for this metadata."""
+    inputs = Inputs(*args[:NUM_TENSORS])
+    out, lse = allocate(ready.problem, inputs)
+    ready.run(inputs, out, lse)
     return out, lse
 
 
-def _prepared(key: tuple[Any, ...], args: Arguments) -> Ready:
-    call = _ready.get(key)
-    if call is None:
+def prepared(args: Arguments) -> Ready:
+    """The call of this metadata, as it was prepared before or now."""
+    key = _key(args)
+    ready = _ready.get(key)
+    if ready is None:
         inputs, problem = problem_of(args[:-1])
-        call = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
-        remember(_ready, key, call)
-    return call
+        ready = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
+        remember(_ready, key, ready)
+    return ready
+
+
+def known(args: Arguments) -> Ready | None:
+    """The call, if the door let this metadata through and nothing but autograd watches. Not for a compiler to trace."""
+    try:
+        ready = _ready.get(_key(args))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
+        return None
+    return None if ready is None or not ready.trusted or watched() else ready
 
 
 def remember(ready: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any) -> None:
@@ -128,14 +120,10 @@ def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
     return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
 
 
-def _ordinary(args: Arguments) -> bool:
+def ordinary(args: Arguments) -> bool:
     """No compiler, mode or transform looks on, and no length has to be read from the GPU first."""
     packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
-    return ordinary(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and longest is None)
-
-
-def _recorded(args: Arguments) -> bool:
-    return recorded(args[:NUM_TENSORS])
+    return plain(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and longest is None)
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:
@@ -143,7 +131,7 @@ def recorded(tensors: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def ordinary(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Ordinary dense tensors and numbers, of exactly these types, and no compiler, mode or transform looks on."""
     if torch.compiler.is_compiling():
         return False
@@ -155,8 +143,10 @@ def ordinary(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
 
 
 def watched() -> bool:
-    """A dispatch mode, a function transform or a tracer is active, and must see the op."""
+    """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
     try:
+        if forward_ad._current_level >= 0:
+            return True
         modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
         return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
     except AttributeError:  # a torch that names these otherwise: let everything see the op

@@ -231,7 +231,7 @@ def _at_once(
 ) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of arguments that the door let through if nothing has to see the op, else None."""
     window = given[1] or ()
-    if type(window) is not tuple or not calls.ordinary(tensors, (*options, *window)) or calls.recorded(tensors):
+    if type(window) is not tuple or not calls.plain(tensors, (*options, *window)) or calls.recorded(tensors):
         return None
     ready = _prepared(*tensors, *options)
     if tensors[0].is_cuda:  # on a CPU the door reads lengths and tables, which are others every time
@@ -305,6 +305,7 @@ def _checked(
 ) -> tuple[Any, ...]:
     """The number options in the op's order, defaults filled in, once every argument has passed the door."""
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
+    arguments.check_no_tangent(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
     dispatch.check_backend(backend, BACKENDS)

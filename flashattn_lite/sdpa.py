@@ -62,6 +62,7 @@ def scaled_dot_product_attention(
         if x.dim() < 2:
             raise value_error(name, "must have at least 2 dimensions (..., length, head_dim)", x, "Unsqueeze it.")
     _check_options(dropout_p, is_causal, scale, enable_gqa)
+    arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check_mask(attn_mask, query, is_causal)
     rank = max(query.dim(), key.dim(), value.dim(), 3)
@@ -93,7 +94,7 @@ def _recall(
     if (query.shape[1] != key.shape[1] and not enable_gqa) or torch.is_autocast_enabled(query.device.type):
         return None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    done = calls.recall(_arguments(Inputs(query, key, value), is_causal, scale))
+    done = ops.recall(_arguments(Inputs(query, key, value), is_causal, scale))
     return None if done is None else done[0]
 
 

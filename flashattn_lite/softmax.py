@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite import target as targets
-from flashattn_lite.arguments import check_float_tensor
+from flashattn_lite.arguments import check_float_tensor, check_no_tangent
 from flashattn_lite.calls import remember, watched
 from flashattn_lite.errors import type_error, value_error
 
@@ -169,6 +169,7 @@ def _prepared(op: str, x: Tensor, dim: int) -> Any:
 def _checked_dim(x: Tensor, dim: int) -> int:
     """dim, counted from 0."""
     check_float_tensor("x", x)
+    check_no_tangent(x=x)
     if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
         raise type_error("dim", "must be an int", dim, "Softmax runs along one dimension; flatten several into one.")
     rank = max(x.dim(), 1)

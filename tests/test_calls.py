@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_lite as fa
@@ -104,6 +105,67 @@ def test_gradients_are_recorded_whatever_ran_before():
     assert q.grad is not None
     with torch.no_grad():
         assert not fa.attention(q, k, v).requires_grad
+
+
+def test_what_autograd_alone_sees_is_the_ops_derivative():
+    """Recorded without the op, or with it where a mode looks on: the same bits, and no second derivatives."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    def gradients(function):
+        inputs = [x.clone().requires_grad_() for x in qkv_fixed]
+        out, lse = function(*inputs, causal=True, return_lse=True)
+        return out, torch.autograd.grad((out * out.detach()).sum() + lse.sum(), inputs)
+
+    qkv_fixed = qkv()
+    out, direct = gradients(fa.attention)
+    assert type(out.grad_fn).__name__ == "RecordedBackward"
+    with Watch():
+        out, through_the_op = gradients(fa.attention)
+    assert type(out.grad_fn).__name__ != "RecordedBackward"
+    assert all(torch.equal(a, b) for a, b in zip(direct, through_the_op, strict=True))
+    q, k, v = (x.clone().requires_grad_() for x in qkv_fixed)
+    (once,) = torch.autograd.grad(fa.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="attention_backward"):
+        once.sum().backward()
+
+
+def test_only_lse_is_asked_for_its_gradient():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    fa.attention(q, k, v, return_lse=True)[1].sum().backward()
+    exact = [x.detach().requires_grad_() for x in (q, k)]
+    torch.logsumexp(exact[0] @ exact[1].mT / 4, -1).sum().backward()
+    for x, want in zip((q, k), exact, strict=True):
+        torch.testing.assert_close(x.grad, want.grad)
+    assert v.grad is None or not v.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("q", lambda q: fa.attention(q, q.detach(), q.detach())),
+        ("q", lambda q: fa.attention(q, *[torch.ones(1, 2, 2000, 8)] * 2)),
+        ("mask", lambda mask: fa.attention(*[torch.ones(1, 2, 5, 8)] * 3, mask=mask[..., :5])),
+        ("key", lambda key: fa.scaled_dot_product_attention(key.detach(), key, key.detach())),
+        ("v_cache", lambda x: fa.attention_decode(x.detach(), x.detach(), x, torch.tensor([5], dtype=torch.int32))),
+        ("x", fa.online_softmax),
+        ("x", lambda x: fa.softmax_stats(x)[1]),
+    ],
+    ids=["attention", "few rows", "mask", "sdpa", "decode", "softmax", "stats"],
+)
+def test_forward_mode_derivatives_are_refused(name, function):
+    """The kernels would drop them; torch.func.jvp would then say 0. Also where the call is known already."""
+    x, tangent = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    function(x)
+    function(x)
+    with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives are not implemented"):
+        torch.func.jvp(function, (x,), (tangent,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+        function(forward_ad.make_dual(x, tangent))
+    with forward_ad.dual_level():
+        assert torch.equal(function(x), function(x))
 
 
 def test_a_dispatch_mode_sees_the_op():

@@ -151,3 +151,14 @@ def watched() -> bool:
         return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
     except AttributeError:  # a torch that names these otherwise: let everything see the op
         return True
+
+
+def under_grad() -> bool:
+    """torch.func.grad, vjp or jacrev is the innermost transform."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        inner = torch._C._functorch.peek_interpreter_stack()
+        return inner is not None and inner.key() == torch._C._functorch.TransformType.Grad
+    except AttributeError:  # a torch that names these otherwise: the op, which says what it can't do
+        return False

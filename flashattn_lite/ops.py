@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         given[at] = None if given[at] is None else float(given[at])
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):
-        return attention(*args)
+        return _transformed(args)
     ready = calls.prepared(args)
     done = _direct(ready, args)
     ready.trusted = True
@@ -66,19 +68,69 @@ def _direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
     return Recorded.apply(ready, *args) if calls.recorded(args[:NUM_TENSORS]) else calls.run(ready, args)
 
 
+def _transformed(args: calls.Arguments) -> tuple[Tensor, Tensor]:
+    """As the op, or under torch.func.grad and its kin, which do not take an op's derivative, as our own node."""
+    if calls.ordinary(args):
+        return calls.attention(args)
+    return Recorded.apply(None, *args) if calls.under_grad() else attention(*args)
+
+
 class Recorded(torch.autograd.Function):
-    """The op's node, without the op: autograd's part of a call that no compiler, mode or transform has to see."""
+    """The op's node, without the op: autograd's part of a call that no compiler, mode or vmap has to see."""
 
     @staticmethod
-    def forward(ctx: Any, ready: calls.Ready, *args: Any) -> tuple[Tensor, Tensor]:
-        output = calls.run(ready, args)
+    def forward(ready: calls.Ready | None, *args: Any) -> tuple[Tensor, Tensor]:
+        return _transformed(args) if ready is None else calls.run(ready, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        _save(ctx, args, output)
-        return output
+        _save(ctx, inputs[1:], output)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_gradients(ctx, ctx.needs_input_grad[1:], d_out, d_lse)
+
+    @staticmethod
+    def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _one_by_one(Recorded.apply, *args)
+
+
+class Derivative(torch.autograd.Function):
+    """The op of the gradients under torch.func.grad and its kin."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(derivative(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError("attention_backward: gradients of attention have no gradients of their own")
+
+    @staticmethod
+    def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _one_by_one(Derivative.apply, *args)
+
+
+def _one_by_one(
+    function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The rule under torch.vmap: a call for each, their results stacked."""
+    each = [
+        function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    outs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    return outs, (0,) * len(outs)
+
+
+def derivative(*args: Any) -> tuple[Tensor, ...]:
+    """`attention_backward`, whatever transforms it."""
+    return Derivative.apply(*args) if calls.under_grad() else attention_backward(*args)
 
 
 @attention.register_fake
@@ -128,9 +180,11 @@ def _gradients(
     d_out = torch.zeros_like(out) if d_out is None else d_out
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
     needs = [x is not None and need for x, need in zip(tensors, asked[:DIFFERENTIABLE], strict=False)]
-    grads = attention_backward(d_out, d_lse, out, lse, *tensors, *ctx.options, needs)
+    grads = derivative(d_out, d_lse, out, lse, *tensors, *ctx.options, needs)
     returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return (*returned, *(None for _ in asked[DIFFERENTIABLE:]))
 
 
 attention.register_autograd(_backward, setup_context=_save)
+attention.register_vmap(functools.partial(_one_by_one, attention))
+attention_backward.register_vmap(functools.partial(_one_by_one, attention_backward))

@@ -115,3 +115,30 @@ def test_merge_is_differentiable_also_where_both_parts_are_empty():
     assert all(grad.isfinite().all() for grad in grads)
     assert torch.equal(merged[0, 0, 2], torch.zeros(2, dtype=torch.float64))
     assert merged_lse[0, 0, 2] == -torch.inf
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_function_transforms(causal):
+    """torch.func.grad, vjp, jacrev, vmap, and vmap of grad: what autograd and a loop give."""
+    q, k, v = (torch.randn(3, 1, 2, 5, 8) for _ in range(3))
+    loss = lambda q, k, v: fa.attention(q, k, v, causal=causal, return_lse=True)[0].square().sum()
+    exact = lambda q, k, v: attention_reference(q, k, v, causal=causal).square().sum()
+
+    def gradients(function, *inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*inputs), inputs)
+
+    every = (0, 1, 2)
+    want = gradients(exact, q[0], k[0], v[0])
+    torch.testing.assert_close(torch.func.grad(loss, every)(q[0], k[0], v[0]), want)
+    torch.testing.assert_close(torch.func.vjp(loss, q[0], k[0], v[0])[1](torch.ones(())), want)
+    torch.testing.assert_close(torch.func.jacrev(loss, every)(q[0], k[0], v[0]), want)
+    torch.testing.assert_close(torch.vmap(loss)(q, k, v), torch.stack([exact(*x) for x in zip(q, k, v, strict=True)]))
+    each = [gradients(exact, *x) for x in zip(q, k, v, strict=True)]
+    torch.testing.assert_close(
+        torch.vmap(torch.func.grad(loss, every))(q, k, v), tuple(map(torch.stack, zip(*each, strict=True)))
+    )
+    with pytest.raises(NotImplementedError, match="no gradients of their own"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, k[0], v[0]).sum())(q[0])
+    with pytest.raises(NotImplementedError, match="q: forward-mode"):
+        torch.func.jacfwd(loss)(q[0], k[0], v[0])

@@ -35,7 +35,7 @@ def check_no_tangent(**tensors: object) -> None:
         return
     for name, x in tensors.items():
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            remedy = "Use reverse mode (backward(), torch.func.grad, vjp), or torch's own function here."
+            remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or torch's own function here."
             raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, arguments_decode, calls, dispatch, tiled
+from flashattn_lite import arguments, arguments_decode, calls, dispatch, ops, tiled
 from flashattn_lite import target as targets
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.target import Target
@@ -146,6 +146,7 @@ def _backward(*_: Any) -> None:
 
 
 attention_decode_op.register_autograd(_backward)
+attention_decode_op.register_vmap(functools.partial(ops.one_by_one, attention_decode_op))
 
 
 def attention_decode(
@@ -213,6 +214,8 @@ def attention_decode(
     done = _recall(tensors, given)
     if done is None:
         options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
+        if calls.under_grad() and calls.recorded(tensors):  # which would ask for the op's derivative at once
+            _backward()
         done = _at_once(tensors, given, (*options, backend)) or attention_decode_op(*tensors, *options, backend)
     out, lse = done
     return (out, lse) if return_lse else out

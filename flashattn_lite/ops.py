@@ -93,7 +93,7 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _one_by_one(Recorded.apply, *args)
+        return one_by_one(Recorded.apply, *args)
 
 
 class Derivative(torch.autograd.Function):
@@ -113,10 +113,10 @@ class Derivative(torch.autograd.Function):
 
     @staticmethod
     def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _one_by_one(Derivative.apply, *args)
+        return one_by_one(Derivative.apply, *args)
 
 
-def _one_by_one(
+def one_by_one(
     function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The rule under torch.vmap: a call for each, their results stacked."""
@@ -186,5 +186,5 @@ def _gradients(
 
 
 attention.register_autograd(_backward, setup_context=_save)
-attention.register_vmap(functools.partial(_one_by_one, attention))
-attention_backward.register_vmap(functools.partial(_one_by_one, attention_backward))
+attention.register_vmap(functools.partial(one_by_one, attention))
+attention_backward.register_vmap(functools.partial(one_by_one, attention_backward))

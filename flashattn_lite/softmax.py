@@ -1,23 +1,19 @@
-"""softmax and its (m, l) for rows of any length: checks, the plain-torch path, the custom ops and their gradients."""
+"""softmax and its (m, l) for rows of any length: checks, the custom ops, their gradients under every transform."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_lite import state
+from flashattn_lite import softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
-from flashattn_lite.calls import remember, watched
+from flashattn_lite.calls import remember, under_grad, watched
 from flashattn_lite.errors import type_error, value_error
 
 Stats = tuple[Tensor, Tensor]
-
-TILE = 131072  # elements of a tile for each thread, 512 KiB of float32: fewer pay for calls, more fall out of the cache
-COLS = 16384  # of one row at once: from 32768 on torch would split the sum of a lone row between threads
 
 
 def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -60,7 +56,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
         ready(x, y)
         return y
     dim = _checked_dim(x, dim)
-    return _softmax_op(x, dim) if x.dim() else _softmax_op(x.unsqueeze(0), 0).squeeze(0)
+    return _softmax(x, dim) if x.dim() else _softmax(x.unsqueeze(0), 0).squeeze(0)
 
 
 def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
@@ -98,7 +94,7 @@ def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
         ready(x, m, l_sum)
         return m, l_sum
     dim = _checked_dim(x, dim)
-    return _stats_op(x, dim) if x.dim() else _stats_op(x.unsqueeze(0), 0)
+    return _stats(x, dim) if x.dim() else _stats(x.unsqueeze(0), 0)
 
 
 def merge_softmax_stats(a: Stats, b: Stats) -> Stats:
@@ -208,80 +204,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rows(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching views of x [..., N] and of results with the same leading dimensions: a tile's rows, at least one."""
-    rows = x.shape[:-1]
-    if rows.numel() * min(x.shape[-1], COLS) <= TILE * torch.get_num_threads() or rows.numel() <= 1:
-        yield x, *results
-        return
-    axis = max(range(len(rows)), key=lambda i: rows[i])
-    half = rows[axis] // 2
-    for start, length in ((0, half), (half, rows[axis] - half)):
-        yield from _rows(*(part.narrow(axis, start, length) for part in (x, *results)))
-
-
-def _columns(x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """x [..., N] in tiles of columns, each laid out row by row: a sum's order must not depend on where its row lies."""
-    for start in range(0, x.shape[-1], COLS):
-        yield x[..., start : start + COLS].to(dtype).contiguous()
-
-
-def _log2_from(origin: Tensor, x: Tensor) -> Tensor:
-    """A tile x [..., N], natural units, as scores in log2 units measured from origin [...]. Fresh memory.
-
-    x * log2(e) would overflow float32 from 2.4e38 on and round away what sets large scores apart; x - origin does not.
-    """
-    return (x - origin.unsqueeze(-1)).mul_(state.LOG2E)
-
-
-def _take(top: Tensor, l_i: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes a tile x [..., N] in natural units into (top, l_i) [...]; returns them and p = exp(x - top) [..., N].
-
-    top: the row maximum, natural units; l_i: the sum of exp(x - top), the state, pinned at 0, of scores less top.
-    """
-    top_new = torch.maximum(top, x.amax(-1))
-    origin = state.reference(top_new)
-    l_new = l_i * state.exp2((top - origin) * state.LOG2E)
-    p = state.update_pinned_(l_new, _log2_from(origin, x))
-    return top_new, l_new, p
-
-
-def _empty(x: Tensor, dtype: torch.dtype) -> Stats:
-    """The state of x's rows before any column."""
-    return tuple(x.new_full(x.shape[:-1], value, dtype=dtype) for value in (state.EMPTY_M, state.EMPTY_L))  # type: ignore[return-value]
-
-
-def _softmax_torch(x: Tensor, y: Tensor) -> None:
-    """softmax(x) [..., N] into y, by tiles."""
-    dtype = _inner_dtype(x)
-    for x_rows, y_rows in _rows(x, y):
-        top, l_i = _empty(x_rows, dtype)
-        for tile in _columns(x_rows, dtype):
-            top, l_i, p = _take(top, l_i, tile)
-        inv_l = state.finish(top, l_i)[0].unsqueeze(-1)
-        if x.shape[-1] <= COLS:
-            y_rows.copy_(p.mul_(inv_l))
-            continue
-        origin = state.reference(top)
-        for tile, y_tile in zip(_columns(x_rows, dtype), y_rows.split(COLS, -1), strict=True):
-            y_tile.copy_(state.exp2_(_log2_from(origin, tile)).mul_(inv_l))
-
-
-def _stats_torch(x: Tensor, m: Tensor, l_sum: Tensor) -> None:
-    """(m, l) of x [..., N] into m and l_sum [...], by tiles."""
-    dtype = _inner_dtype(x)
-    for x_rows, m_rows, l_rows in _rows(x, m, l_sum):
-        top, l_i = _empty(x_rows, dtype)
-        for tile in _columns(x_rows, dtype):
-            top, l_i, _ = _take(top, l_i, tile)
-        m_rows.copy_(top)
-        l_rows.copy_(l_i)
-
-
-def _inner_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def runs_triton(x: Tensor) -> bool:
     """Whether x runs the Triton kernels: on a GPU, or on the CPU in Triton's interpreter; float64 never does."""
     target = targets.of(x.device)
@@ -298,7 +220,7 @@ def _softmax_op(x: Tensor, dim: int) -> Tensor:
 
         (kernels.launch if x.is_cuda else kernels.interpret)(x, (y,), dim)
     else:
-        _softmax_torch(x.movedim(dim, -1), y.movedim(dim, -1))
+        softmax_tiled.softmax(x.movedim(dim, -1), y.movedim(dim, -1))
     return y
 
 
@@ -313,7 +235,7 @@ def _stats_op(x: Tensor, dim: int) -> Stats:
         results = m.unsqueeze(dim), l_sum.unsqueeze(dim)
         (kernels.launch if x.is_cuda else kernels.interpret)(x, results, dim)
     else:
-        _stats_torch(x.movedim(dim, -1), m, l_sum)
+        softmax_tiled.stats(x.movedim(dim, -1), m, l_sum)
     return m, l_sum
 
 
@@ -347,7 +269,7 @@ def _stats_backward(ctx: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
     (x,) = ctx.saved_tensors
     if x.shape[ctx.dim] == 0:
         return torch.zeros_like(x), None
-    inner = x.to(_inner_dtype(x))
+    inner = x.to(softmax_tiled.inner_dtype(x))
     d_m, d_l = (grad.unsqueeze(ctx.dim).to(inner.dtype) for grad in (d_m, d_l))
     m = inner.amax(ctx.dim, keepdim=True)
     p = torch.exp(inner - state.reference(m))
@@ -358,3 +280,34 @@ def _stats_backward(ctx: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
 
 _softmax_op.register_autograd(_softmax_backward, setup_context=_softmax_setup)
 _stats_op.register_autograd(_stats_backward, setup_context=_stats_setup)
+
+
+class SoftmaxNode(torch.autograd.Function):
+    """The op and its gradient for torch.func.grad and its kin, which do not take an op's derivative."""
+
+    forward = staticmethod(lambda x, dim: _softmax(x, dim))
+    setup_context = staticmethod(_softmax_setup)
+    backward = staticmethod(_softmax_backward)
+    vmap = staticmethod(lambda info, in_dims, x, dim: (_softmax(x.movedim(in_dims[0], 0), dim + 1), 0))
+
+
+class StatsNode(torch.autograd.Function):
+    """As SoftmaxNode."""
+
+    forward = staticmethod(lambda x, dim: _stats(x, dim))
+    setup_context = staticmethod(_stats_setup)
+    backward = staticmethod(_stats_backward)
+    vmap = staticmethod(lambda info, in_dims, x, dim: (_stats(x.movedim(in_dims[0], 0), dim + 1), (0, 0)))
+
+
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    """The op, or its node under torch.func.grad; dim counts from 0."""
+    return SoftmaxNode.apply(x, dim) if under_grad() else _softmax_op(x, dim)
+
+
+def _stats(x: Tensor, dim: int) -> Stats:
+    return StatsNode.apply(x, dim) if under_grad() else _stats_op(x, dim)
+
+
+_softmax_op.register_vmap(SoftmaxNode.vmap)
+_stats_op.register_vmap(StatsNode.vmap)

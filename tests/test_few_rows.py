@@ -62,3 +62,13 @@ def test_the_second_call_knows_the_first(device):
     q = first[0].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient"):
         fa.attention_decode(q, *first[1:], lens).sum().backward()
+
+
+def test_function_transforms_of_decoding(device):
+    """vmap runs a call for each; torch.func.grad gets the error that a backward pass gets."""
+    q, k, v = (x.unsqueeze(1) for x in cache(device, batch=3))
+    lens = int32([300, 7, 20], device).unsqueeze(1)
+    each = [fa.attention_decode(*x) for x in zip(q, k, v, lens, strict=True)]
+    assert torch.equal(torch.vmap(fa.attention_decode)(q, k, v, lens), torch.stack(each))
+    with pytest.raises(NotImplementedError, match="attention_decode: has no gradient"):
+        torch.func.grad(lambda q: fa.attention_decode(q, k[0], v[0], lens[0]).sum())(q[0])

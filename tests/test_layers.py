@@ -31,6 +31,7 @@ FLOORS = {
     "reference": 2,
     "tiled": 2,
     "tiled_backward": 2,
+    "softmax_tiled": 2,
     "kernels.softmax_tiles": 2,
     "kernels.softmax": 2,
     "kernels.softmax_launch": 2,

@@ -128,3 +128,28 @@ def test_compiles_without_a_graph_break(device: torch.device, dynamic: bool) -> 
         x = torch.randn(shape, device=device, requires_grad=True)
         torch.testing.assert_close(compiled(x), loss(x))
         torch.testing.assert_close(*(torch.autograd.grad(f(x), x)[0] for f in (compiled, loss)))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_function_transforms(dim: int) -> None:
+    """torch.func.grad, jacrev, grad of grad, vmap and vmap of grad: what torch's own softmax gives."""
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    weights = torch.randn(4, 5, dtype=torch.float64)
+
+    def stats_of(x: Tensor) -> Tensor:
+        m, l_sum = softmax_stats(x, dim)
+        return m + torch.log(l_sum)
+
+    pairs = [
+        (lambda x: online_softmax(x, dim) * weights, lambda x: torch.softmax(x, dim) * weights),
+        (stats_of, lambda x: torch.logsumexp(x, dim).float()),
+    ]
+    for ours, theirs in pairs:
+        for change in (
+            lambda f: torch.func.grad(lambda x: f(x).square().sum()),
+            torch.func.jacrev,
+            lambda f: torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).square().sum())(x).sin().sum()),
+        ):
+            torch.testing.assert_close(change(ours)(x[0]), change(theirs)(x[0]), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(torch.vmap(change(ours))(x), torch.vmap(change(theirs))(x), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(torch.vmap(ours, in_dims=2)(x.movedim(0, 2)), torch.vmap(theirs)(x))

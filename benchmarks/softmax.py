@@ -34,7 +34,9 @@ CACHE_BYTES = 192 << 20  # inputs rotate over at least three times an H200's L2
 WARM_MS, TIMED_MS = 150.0, 80.0
 BATCH = 50  # calls that the GPU finds in its queue: some 200 launches and events, well below what a queue holds
 MOST_BATCHES = 12  # of a call of a few microseconds, which its wait in the queue makes far longer for us
-CYCLES_A_CALL = 160_000  # that the GPU idles for each call in a batch: 80 µs, more than the host takes to queue one
+# What the GPU idles for each call in a batch, so that the host has queued all before the first starts: twice the host's
+# time for a call and its events.
+CYCLES_A_MICROSECOND, EVENTS_US = 2000, 20.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CELLS = ((128, 16384), (4096, 4096), (8192, 32768), (1024, 131072), (16, 1048576), (32768, 1024))
 # Largest error relative to the value: half an eps from rounding, a few float32 eps and |ln p| eps inside; beyond two
@@ -96,19 +98,19 @@ def largest_error(op: str, dtype: torch.dtype) -> float:
     return inside + (LARGEST_ERROR_EPS * torch.finfo(dtype).eps if op == "softmax" else 0.0)
 
 
-def queued(call: Callable[[int], Any], warm_ms: float, timed_ms: float) -> Timing:
+def queued(call: Callable[[int], Any], host_us: float, warm_ms: float, timed_ms: float) -> Timing:
     """Times call(i), each between two events, in batches that wait in the GPU's queue until they are complete."""
-    once = median(_batch(call, 10))
+    once = median(_batch(call, host_us, 10))
     batches = lambda ms: range(min(max(1, round(ms / once / BATCH)), MOST_BATCHES))
     for _ in batches(warm_ms):
-        _batch(call, BATCH)
-    milliseconds = [ms for _ in batches(timed_ms) for ms in _batch(call, BATCH)]
+        _batch(call, host_us, BATCH)
+    milliseconds = [ms for _ in batches(timed_ms) for ms in _batch(call, host_us, BATCH)]
     return Timing(milliseconds)
 
 
-def _batch(call: Callable[[int], Any], count: int) -> list[float]:
+def _batch(call: Callable[[int], Any], host_us: float, count: int) -> list[float]:
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    torch.cuda._sleep(CYCLES_A_CALL * count)
+    torch.cuda._sleep(round(2 * (host_us + EVENTS_US) * CYCLES_A_MICROSECOND) * count)
     for i, (start, end) in enumerate(events):
         start.record()
         call(i)
@@ -155,7 +157,7 @@ def measure_cell(
     for order in (list(done), list(done)[::-1]):
         for name in order:
             run = lambda i, call=calls[name]: call(*sets[i % len(sets)])
-            done[name][0].add(queued(run, WARM_MS, TIMED_MS))
+            done[name][0].add(queued(run, done[name][2], WARM_MS, TIMED_MS))
     return done
 
 

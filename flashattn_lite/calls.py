@@ -84,11 +84,17 @@ def prepared(args: Arguments) -> Ready:
 
 def known(args: Arguments) -> Ready | None:
     """The call, if the door let this metadata through and nothing but autograd watches. Not for a compiler to trace."""
+    ready = look_up(_ready, _key, args)
+    return ready if ready is not None and ready.trusted else None
+
+
+def look_up(ready: dict[tuple[Any, ...], Any], key: Callable[..., tuple[Any, ...]], *of: Any) -> Any:
+    """What `remember` kept under key(*of), else None; None too if more than autograd watches. `of` is unchecked."""
     try:
-        ready = _ready.get(_key(args))
+        call = ready.get(key(*of))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
         return None
-    return None if ready is None or not ready.trusted or watched() else ready
+    return None if call is None or watched() else call
 
 
 def remember(ready: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any) -> None:

@@ -225,8 +225,9 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 
 
 def _key(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    precision = torch.get_float32_matmul_precision()  # torch's setting, read when a call is prepared
-    return (*map(calls.metadata, tensors), given, *map(type, given), precision)
+    """With types, since 1 == True, and with torch's setting for TF32, which is read when a call is prepared."""
+    types = (*map(type, given), *map(type, given[1] or ()))  # given[1]: the window
+    return (*map(calls.metadata, tensors), given, types, torch.get_float32_matmul_precision())
 
 
 def _at_once(
@@ -246,13 +247,8 @@ def _recall(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor, T
     """(out, lse) if the door knows arguments of this kind and nothing watches, else None: nothing was checked yet."""
     if torch.compiler.is_compiling():
         return None
-    try:
-        ready = _ready.get(_key(tensors, given))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
-        return None
-    if ready is None or calls.watched() or calls.recorded(tensors):
-        return None
-    return _run(ready, tensors)
+    ready = calls.look_up(_ready, _key, tensors, given)
+    return None if ready is None or calls.recorded(tensors) else _run(ready, tensors)
 
 
 def explain_decode(

@@ -50,8 +50,8 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
     args = tuple(given)  # a kernel would take an int for another type of argument
-    if not calls.ordinary(args):
-        return _transformed(args)
+    if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
+        return Recorded.apply(None, *args) if calls.under_grad() else attention(*args)
     ready = calls.prepared(args)
     done = _direct(ready, args)
     ready.trusted = True
@@ -68,19 +68,15 @@ def _direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
     return Recorded.apply(ready, *args) if calls.recorded(args[:NUM_TENSORS]) else calls.run(ready, args)
 
 
-def _transformed(args: calls.Arguments) -> tuple[Tensor, Tensor]:
-    """As the op, or under torch.func.grad and its kin, which do not take an op's derivative, as our own node."""
-    if calls.ordinary(args):
-        return calls.attention(args)
-    return Recorded.apply(None, *args) if calls.under_grad() else attention(*args)
-
-
 class Recorded(torch.autograd.Function):
-    """The op's node, without the op: autograd's part of a call that no compiler, mode or vmap has to see."""
+    """The op's node, without the op: autograd's part of a call that no compiler, mode or vmap has to see.
+
+    ready: what runs; None under torch.func.grad, where each transform inside the outermost one decides anew.
+    """
 
     @staticmethod
     def forward(ready: calls.Ready | None, *args: Any) -> tuple[Tensor, Tensor]:
-        return _transformed(args) if ready is None else calls.run(ready, args)
+        return call(args) if ready is None else calls.run(ready, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

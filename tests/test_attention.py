@@ -86,7 +86,7 @@ def test_the_largest_half_stays_finite(device, len_k):
     one_token = q[:, :, :40].permute(2, 1, 0, 3)
     decoded = fa.attention_decode(one_token * 300, k.expand(40, -1, -1, -1) * 300, v.expand(40, -1, -1, -1), lens)
     for out in (fa.attention(q * 300, k * 300, v), decoded):
-        close(out, torch.full_like(out, 65504.0), 2**-10)
+        close(out, torch.full_like(out, 65504.0), 2**-10)  # an eps of float16
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

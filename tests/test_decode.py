@@ -69,7 +69,7 @@ def test_many_splits(device, rows, backend, options):
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
 def test_a_sequence_among_many_has_the_same_bits(device, rows):
-    """A program takes one split or several, by the size of the launch: a sequence can't tell."""
+    """Where a sequence is split follows from its own keys."""
     keys = 300 if INTERPRETING else 20000
     q, k, v = cache(device, batch=1, heads=2, heads_kv=1, keys=keys, rows=rows)
     lens = int32([keys - 3], device)

@@ -100,16 +100,16 @@ class Call:
             *(problem.features, tile),
         )
         self.merge_numbers = (out.stride(), *lse.stride()[:2], splits, *lengths, problem.features, tile)
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        unfused: dict[str, Any] = {"enable_fp_fusion": False}
+        partial = unfused | {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.registers and target.kind == "cuda":
-            options["maxnreg"] = config.registers
-        merge: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
+            partial["maxnreg"] = config.registers
+        merge = unfused | {"num_warps": 1, "num_stages": 1}
         if tile.PDL:
             merge["launch_pdl"] = True
         merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-        fused = {"enable_fp_fusion": False}
-        self.partial = Starter(partial_kernel, num_m * splits * heads, options | fused, problem.device)
-        self.merge = Starter(merge_kernel, merges, merge | fused, problem.device)
+        self.partial = Starter(partial_kernel, num_m * splits * heads, partial, problem.device)
+        self.merge = Starter(merge_kernel, merges, merge, problem.device)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor

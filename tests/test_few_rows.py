@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite import decode
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32
@@ -72,3 +73,14 @@ def test_function_transforms_of_decoding(device):
     assert torch.equal(torch.vmap(fa.attention_decode)(q, k, v, lens), torch.stack(each))
     with pytest.raises(NotImplementedError, match="attention_decode: has no gradient"):
         torch.func.grad(lambda q: fa.attention_decode(q, k[0], v[0], lens[0]).sum())(q[0])
+
+
+def test_what_only_looks_equal_is_not_a_known_call():
+    """1 == True and 1.0 == 1, and they hash alike: the door refuses a window of (70, True), known or not."""
+    tensors = (*cache("cpu"), int32([7, 7], "cpu"), None, None)
+    given = [
+        (True, (70, 1), 1.0, None, "auto"),
+        (True, (70, True), 1.0, None, "auto"),
+        (True, (70, 1), 1, None, "auto"),
+    ]
+    assert len({decode._key(tensors, options) for options in given}) == 3

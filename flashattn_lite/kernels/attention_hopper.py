@@ -19,7 +19,8 @@ the instruction cache once a row tile, and its misses took up to a third of a sh
 
 Barriers (mbarrier; each side counts its own phase)
   slot_full[2]     producer -> consumers: a message is there   slot_empty[2]     each consumer: it was read
-  q_full[Q_SLOTS]  TMA -> a consumer: its rows of Q            q_empty[Q_SLOTS]  it: they may be overwritten
+  q_full[Q_SLOTS]  TMA -> a consumer: its rows of Q            q_empty[Q_SLOTS]  it: they may be overwritten (with
+                                                                                 Q_HELD, as soon as it has read them)
   k_full[STAGES]   TMA -> consumers: a tile of K               k_empty[STAGES]   each consumer: done with it and, if not
                                                                                  APART, with V of the step before
   v_full[STAGES]   TMA -> consumers: a tile of V               v_empty[STAGES]   each consumer: done with it, if APART
@@ -94,6 +95,18 @@ def pass_turn(WG: gl.constexpr, T: gl.constexpr):
             named_barrier("bar.arrive 10, 256;")
         else:
             named_barrier("bar.arrive 9, 256;")
+
+
+@gluon.jit
+def take_q(q_at, q_s, bars, S_LAYOUT: gl.constexpr, T: gl.constexpr):
+    """This consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers, and their place given back."""
+    q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
+    if T.Q_HELD:
+        held = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        mbarrier.arrive(bars.q_empty.index(q_at), count=1)
+        return held
+    else:
+        return q
 
 
 @gluon.jit
@@ -178,8 +191,8 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     it = pass_over(skip, bars, it, WG, T)
     m_i, l_i, acc = empty_state(T)
     q_at, q_phase = q_slot(n_tile, WG, T)
-    q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
+    q = take_q(q_at, q_s, bars, S_LAYOUT, T)
     s = first_scores(q, rings, bars, it, S_LAYOUT, T)
     m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, rows, task, args, F, T)
     state = (acc, m_i, l_i)
@@ -188,7 +201,7 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
         state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(rows.settled, skip + 1), task.count, rows, task,
                               args, False, WG, F, T)  # fmt: skip
     acc, m_i, l_i = state
-    if not T.O_OVER_Q:
+    if not (T.O_OVER_Q or T.Q_HELD):
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)  # the next Q may land under what follows
 
     at = it % T.STAGES

@@ -55,6 +55,7 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         BLOCK_DV=block_dv,
         GROUP=problem.group,
         PACK=config.pack,
+        Q_HELD=config.q_held,
         O_OVER_Q=block_d == block_dv == 256,
         APART=config.apart,
         TURNS=config.turns,

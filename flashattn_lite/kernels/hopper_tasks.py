@@ -35,6 +35,7 @@ class HopperTile:
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
     PACK: int  # of them in one row tile, as a power of two; 1: one
+    Q_HELD: bool  # a consumer keeps its Q in registers: products read half as much from shared memory
     O_OVER_Q: bool  # O leaves through the buffer of its Q
     APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
     TURNS: bool  # two consumers issue their products by turns

@@ -32,6 +32,7 @@ class HopperConfig:
     q_slots: int = 0  # buffers of Q; 0: one a consumer
     apart: bool = False  # K is given back before V of the step before, for rings of few stages
     turns: bool = False  # two consumers issue their products by turns
+    q_held: bool = False  # a consumer keeps its Q in registers
 
 
 def padded(head_dim: int) -> int:
@@ -99,21 +100,27 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 
 
 # sm_90a: (largest padded head dim, keys from which it serves full and causal, tile), the first that fits. Measured on
-# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048), in short runs, cooler for what
-# came first: TFLOP/s causal and full at 512, 1k, 4k and 16k keys.
-#   64:  three, 64 keys            233 302 457 531, 347 402 482 543
-#        two by turns, 128 keys    224 318 452 509, 360 435 494 516
-#        one, 3 blocks an SM       257 342 425 460, 351 366 429 475
-#   128: two by turns, 64 keys     328 447 602 679, 463 540 629 681
-#        two by turns, 128 keys    276 385 585 695, 437 498 634 702   (K given back with V: 16k full 647 for 706)
-#   256: two, 64 keys, three slots 319 442 592 698, 456 551 670 726   (two slots: 246 368 556 641, 399 511 645 708)
+# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal and full at 512,
+# 1k, 2k, 4k and 16k keys. At 512 in a short run, else the mean of four rounds in turn, each 120 ms warm and 60 ms timed:
+# a card at its power limit chooses otherwise. Rows marked * are short runs throughout, or one round.
+#   64:  three, 64 keys, Q held     233 297 398 456 535, 358 403 462 493 549
+#                        not held   235 297 402 450 521, 356 389 458 475 528
+#        two by turns, 128 keys     223 305 383 434 490, 373 407 441 477 515
+#                        Q held *   222 316 392 439 503, 372 417 457 474 501
+#        one, 3 blocks an SM *      263 331 392 430 479, 356 396 414 461 489
+#   128: two by turns, 64, Q held   336 417 525 596 677, 478 517 581 622 676
+#                        not held   333 431 519 579 645, 472 513 557 610 653
+#        two by turns, 128 keys     277 389 484 571 666, 456 487 569 618 688
+#                   half held *, spills 235 338 420 520 613, 347 420 501 584 650
+#   256: two, 64 keys, three slots* 325 450 547 601 668, 459 575 695 667 741
+#                quarter held *, spills 302 425 531 599 669, 434 541 609 679 721
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
-    (64, (8192, 2048), HopperConfig(3, 64, 4)),
+    (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),
     (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
-    (128, (4096, 8192), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
-    (128, (0, 0), HopperConfig(2, 64, 4, turns=True)),
+    (128, (8192, NEVER), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
+    (128, (0, 0), HopperConfig(2, 64, 4, turns=True, q_held=True)),
     (256, (0, 0), HopperConfig(2, 64, 2, q_slots=3, apart=True)),
 )
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty

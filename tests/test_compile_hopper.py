@@ -20,7 +20,7 @@ CASES = {
     "64": (64, 64, torch.bfloat16, {}),
     "64 causal, long": (64, 64, torch.float16, {"causal": True, "rows": 8192}),
     "128 causal": (128, 128, torch.bfloat16, {"causal": True}),
-    "128 long": (128, 128, torch.bfloat16, {"rows": 8192}),
+    "128 long": (128, 128, torch.bfloat16, {"rows": 4096}),
     "256": (256, 256, torch.float16, {"causal": True}),
     "192, 128": (192, 128, torch.bfloat16, {"causal": True}),
     "everything": (80, 40, torch.bfloat16, {"causal": True, "window": (9, None), "softcap": 30.0, "mask": "float",

@@ -110,6 +110,19 @@ def take_q(q_at, q_s, bars, S_LAYOUT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def operand(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P [64, N] as an operand of a product, made here and not where the compiler would: its float32 must be gone by
+    the time that the next scores come.
+    """
+    low, high = gl.split(gl.reshape(p, [ROWS, p.shape[1] // 2, 2]))
+    KIND: gl.constexpr = "f16x2" if DTYPE.is_fp16() else "bf16x2"
+    words = gl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32,
+                                      is_pure=False, pack=1)  # fmt: skip
+    low, high = words.to(gl.int16).to(DTYPE, bitcast=True), (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), p.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL: gl.constexpr, WG: gl.constexpr,
            F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
@@ -124,9 +137,9 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
         mbarrier.wait(bars.k_full.index(k_at), ((it + 1) // T.STAGES) & 1)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
+        w = operand(p, DTYPE, P_LAYOUT)
         await_turn(WG, T)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-        w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
         mbarrier.wait(bars.v_full.index(at), (it // T.STAGES) & 1)
         acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         pass_turn(WG, T)

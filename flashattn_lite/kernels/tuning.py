@@ -100,26 +100,23 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 
 
 # sm_90a: (largest padded head dim, keys from which it serves full and causal, tile), the first that fits. Measured on
-# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal and full at 512,
-# 1k, 2k, 4k and 16k keys. At 512 in a short run, else the mean of four rounds in turn, each 120 ms warm and 60 ms timed:
-# a card at its power limit chooses otherwise. Rows marked * are short runs throughout, or one round.
-#   64:  three, 64 keys, Q held     233 297 398 456 535, 358 403 462 493 549
-#                        not held   235 297 402 450 521, 356 389 458 475 528
-#        two by turns, 128 keys     223 305 383 434 490, 373 407 441 477 515
-#                        Q held *   222 316 392 439 503, 372 417 457 474 501
-#        one, 3 blocks an SM *      263 331 392 430 479, 356 396 414 461 489
-#   128: two by turns, 64, Q held   336 417 525 596 677, 478 517 581 622 676
-#                        not held   333 431 519 579 645, 472 513 557 610 653
-#        two by turns, 128 keys     277 389 484 571 666, 456 487 569 618 688
-#                   half held *, spills 235 338 420 520 613, 347 420 501 584 650
-#   256: two, 64 keys, three slots* 325 450 547 601 668, 459 575 695 667 741
-#                quarter held *, spills 302 425 531 599 669, 434 541 609 679 721
+# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal, full at 512,
+# 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm and 50 ms timed, because a card at its power
+# limit chooses otherwise than in a short run. * other runs: of four rounds (none at 512), or a single short one (**).
+#   64:  three, 64 keys, Q held        230 304 409 464 537, 346 408 470 498 549
+#        the same, held and not *          297 398 456 535,     403 462 493 549; 297 402 450 521, 389 458 475 528
+#        two by turns, 128 keys        225 314 387 446 508, 363 426 462 497 533   (Q held: 3% slower **)
+#        one, 3 blocks an SM **        263 338 407 447 490, 356 391 424 467 486
+#   128: two by turns, 64 keys, held   315 420 520 592 664, 428 520 581 621 676
+#        the same, held and not *          417 525 596 677,     517 581 622 676; 431 519 579 645, 513 557 610 653
+#        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
+#   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a part of Q held spills: slower **)
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
     (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),
     (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
-    (128, (8192, NEVER), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
+    (128, (4096, NEVER), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
     (128, (0, 0), HopperConfig(2, 64, 4, turns=True, q_held=True)),
     (256, (0, 0), HopperConfig(2, 64, 2, q_slots=3, apart=True)),
 )

@@ -36,8 +36,8 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     `torch.softmax`, which gives NaN there. A row that holds NaN or +inf becomes NaN; no other row does.
 
     Numerics: float32 inside (float64 for float64), rounded once at the end. A probability p is off by a few float32
-    eps and |ln p| eps more, relative: sums are added pairwise. A row's result depends on its values, length, dtype and
-    strides and on the GPU, bit for bit; on its length because that decides how many blocks share it.
+    eps and |ln p| eps more, relative: sums are added pairwise. A row's result depends on its values, length, dtype,
+    strides and alignment and on the GPU, bit for bit; on its length because that decides how many blocks share it.
 
     Gradients: exact, of any order, from the output alone.
 

@@ -34,6 +34,7 @@ FLOORS = {
     "softmax_tiled": 2,
     "kernels.softmax_tiles": 2,
     "kernels.softmax": 2,
+    "kernels.softmax_ring": 2,
     "kernels.softmax_launch": 2,
     "kernels.attention": 2,
     "kernels.attention_launch": 2,
@@ -88,7 +89,9 @@ NEIGHBOURS = {
     ("ops", "calls"),
     ("softmax", "calls"),
     ("kernels.softmax", "kernels.softmax_tiles"),
+    ("kernels.softmax_ring", "kernels.softmax_tiles"),
     ("kernels.softmax_launch", "kernels.softmax"),
+    ("kernels.softmax_launch", "kernels.softmax_ring"),
     ("kernels.decode_launch", "kernels.decode"),
     ("kernels.decode_launch", "kernels.attention_launch"),
 }

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
+from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.softmax import online_softmax, softmax_stats
+from tests.test_softmax_split import hostile
 
 pytestmark = pytest.mark.gpu
-SHAPES = [((16, 2**20), 1), ((300, 100_000), 1), ((5, 77_777), 1), ((40_000, 70), 0), ((2, 2**22), 1)]
+SHAPES = [((16, 2**20), 1), ((300, 100_000), 1), ((5, 77_777), 1), ((40_000, 70), 0), ((2, 2**22), 1), ((96, 32768), 1)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+EPS = torch.finfo(torch.float32).eps
+LENGTHS = [131_072, 131_072 + 8, 131_072 + 8 * 1023, 40_960, 32_768, 20_000]  # rows of ring_kernel, if of two bytes
 
 
 def made(shape: tuple[int, int], seed: int = 0) -> Tensor:
@@ -92,6 +99,101 @@ def test_remembered_calls_are_the_checked_one(shape, dim):
     wanted = xs[0].clone().requires_grad_()
     online_softmax(wanted, dim).square().sum().backward()
     assert wanted.grad is not None
+
+
+def ring(x: Tensor, grid: int | None = None, **changed: int) -> Tensor:
+    """softmax along the last dimension by ring_kernel."""
+    y = torch.empty_like(x)
+    (launch,) = kernels.plan(x, (y,), x.dim() - 1)
+    assert launch.kernel is kernels.ring_kernel
+    launch.kernel[launch.grid if grid is None else (grid,)](*launch.args, **(launch.kwargs | changed))
+    return y
+
+
+def bits(y: Tensor) -> Tensor:
+    return y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+
+
+def check_ring(x: Tensor, y: Tensor) -> None:
+    wide = x.double()
+    expected = torch.where(wide.amax(-1, keepdim=True) != -torch.inf, torch.softmax(wide, -1), 0.0)
+    info = torch.finfo(y.dtype)
+    # One rounding, |ln p| eps from the exponent, a few eps from the sum; what float32 or y's dtype flushes to zero.
+    budget = info.eps * expected + 16 * EPS * (expected + torch.special.entr(expected))
+    budget += max(info.eps * info.smallest_normal, 2e-38)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert ((y.double() - expected).abs() <= budget).logical_or(expected.isnan()).all()
+
+
+@pytest.mark.parametrize("cols", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ring_of_hostile_rows_whoever_waits(cols, dtype):
+    """Infinities, NaN, far values; the same bits if nobody waits, in small grids and in another batch."""
+    if dtype == torch.float32 and cols <= 32768:
+        pytest.skip("such rows of four bytes stay in registers")
+    x = hostile(torch.device("cuda"), cols).to(dtype)
+    y = ring(x)
+    check_ring(x, y)
+    for grid, patience in ((None, 0), (1, 0), (1, 3), (7, 0), (7, kernels.PATIENCE)):
+        assert torch.equal(bits(ring(x, grid, PATIENCE=patience)), bits(y))
+    assert torch.equal(bits(ring(x[3:])), bits(y[3:]))
+
+
+@pytest.mark.parametrize("cols", [40_960, 131_072 + 8, 32_768])
+def test_ring_of_rows_that_lie_apart(cols):
+    x = torch.randn(4, 6, 3, cols + 64, device="cuda").to(torch.bfloat16)[::2, 1::2, :, :cols]
+    y = ring(x)
+    check_ring(x, y)
+    assert torch.equal(y, ring(x.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(200, 131_072), (9, 131_072 + 8), (16, 2**20), (600, 32_768)])
+def test_ring_again_and_again_beside_other_work(shape):
+    x, other, noise = made(shape), torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    first, different = ring(x), torch.zeros((), device="cuda", dtype=torch.int64)
+    check_ring(x[:8], first[:8])
+    for i in range(500):
+        if i % 8 == 0:
+            with torch.cuda.stream(other):
+                noise = (noise @ noise).clamp_(-1, 1)
+        different += (bits(ring(x)) != bits(first)).sum()
+    assert different.item() == 0
+
+
+def test_epochs_end_and_words_grow():
+    """A launch never meets words of its own epoch that another wrote, not with the last of int32 either."""
+    small, large = made((3, 131_072)), made((70, 131_072 + 8))
+    expected = [ring(x) for x in (small, large)]
+    key = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+    words, _ = kernels._words[key]
+    last = 2**31 - 1
+    kernels._words[key] = words, iter(range(last - 2, last + 1))
+    seen = []
+    for _ in range(4):
+        for x, want in zip((small, large), expected, strict=True):
+            assert torch.equal(ring(x), want)
+            (launch,) = kernels.plan(x, (torch.empty_like(x),), 1)
+            seen.append(launch.args[3])  # an epoch that nothing is launched with
+    assert seen[:2] == [last - 1, 1]
+    kernels._words[key] = words[:64].clone().zero_(), iter(range(1, 5))
+    for x, want in zip((small, large), expected, strict=True):
+        assert torch.equal(ring(x), want)
+    assert kernels._words[key][0].numel() >= 2 * 70 * 17
+
+
+def test_a_graph_of_ring_launches_beside_calls():
+    """Each replay begins with zeros of its own, wherever the epochs of calls stand."""
+    x, other = made((40, 131_072)), made((40, 131_072), 9)
+    online_softmax(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twice = online_softmax(online_softmax(x))
+    for seed in range(5):
+        x.copy_(made(x.shape, seed))
+        for _ in range(3):
+            graph.replay()
+            online_softmax(other)
+        assert torch.equal(twice, online_softmax(online_softmax(x)))
 
 
 def test_no_call_waits_for_the_gpu():

@@ -16,6 +16,7 @@ program takes which unit, waits or gives up.
 | --- | --- | --- |
 | softmax_kernel | one | one read, one write: the row stays in registers |
 | together_kernel | its splits, all on the GPU at once | one read, one write: they wait for each other's parts |
+| ring_kernel (softmax_ring.py) | the same; or one, rows of 32768 | the same, of aligned rows in shared memory |
 | stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer |
 
 stats_kernel alone is `softmax_stats`: always one read; of a row's splits the one that comes last merges the parts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,17 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
 from flashattn_lite.kernels.start import Starter
-from flashattn_lite.kernels.tuning import SoftmaxTile, softmax_tile
+from flashattn_lite.kernels.tuning import RingTile, SoftmaxTile, ring_tile, softmax_tile
 from flashattn_lite.target import Target
+
+try:
+    from flashattn_lite.kernels.softmax_ring import ring_kernel
+except Exception:  # Gluon changes between versions of Triton: without it the other kernels serve
+    ring_kernel = None
 
 VECTOR_BYTES = 16  # the widest load of a thread
 ROW_DIMS = 3  # row dimensions that the kernels decode
-PATIENCE = 256  # looks at a count, each most of a microsecond: far longer than neighbours differ. Not yet measured.
+PATIENCE = 256  # looks at others' parts, most of a microsecond each: far longer than neighbours differ. Not measured.
 INTERPRETED = 5  # splits of a row up to which the interpreter takes the kernel that waits, so that tests enter it
 OFFLINE = 132  # SMs of an H100 or H200, where a plan is made without a GPU
 
@@ -89,7 +95,7 @@ def plan(
 
     y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The tile, and
     whether a row's programs wait for each other (up to `at_once` of them), follow from the row's length, dtype and
-    layout and from the GPU, unless they are given.
+    layout and from the GPU, unless they are given. A plan serves one launch: an epoch is not used twice.
     """
     target = target or targets.of(x.device)
     (dims, across, single_strides), wants_softmax = rows_of(x, results[0], dim), len(results) == 1
@@ -100,6 +106,7 @@ def plan(
     y_strides, y_unit = unit_apart([*(d.stride_y for d in dims), y.stride(dim)], across)
     vector = VECTOR_BYTES // x.element_size()
     divisible = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
+    divisible += [t.data_ptr() // t.element_size() for t in ((x, y) if wants_softmax else (x,))]
     # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
     align = vector if cols and not across and math.gcd(vector, *divisible) == vector else 1
     sms = processors(x, target)
@@ -107,6 +114,10 @@ def plan(
     most = sms if at_once is None else at_once
     splits, steps = tile.split(cols)
     together = wants_softmax and steps == 1 and splits <= (1 if across else max(most, 1))
+    if together and given is None and align > 1 and x_unit and y_unit and x.dtype == y.dtype and ring_kernel:
+        ring = ring_tile(cols, x.element_size(), target)
+        if ring and ring.split(cols) <= max(1, ring.programs * most):
+            return [ring_launch(x, y, dims, cols, align, ring, sms)]
     if given is None and wants_softmax and not together:
         tile = softmax_tile(cols, x.element_size(), target, across=across, keeps=False)
     tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
@@ -148,7 +159,21 @@ def plan(
     return launches
 
 
-def programs_of(tile: SoftmaxTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
+def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int, tile: RingTile, sms: int) -> Launch:
+    """What writes softmax(x) into y where both lie aligned."""
+    splits = tile.split(cols)
+    units = math.prod(d.size for d in dims) * splits
+    steps = [d.stride_x // align for d in dims] + [d.stride_y // align for d in dims]
+    args = (x, y, *words_for(x, units, splits), units, cols // align, splits, dims[1].size, dims[2].size, *steps)
+    width = 4 // x.element_size()
+    shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
+    shape |= {"PATIENCE": PATIENCE, "ALIGN": align, "EVEN": cols == splits * tile.cols, "WIDTH": width}
+    shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks, "AGAIN": tile.again}
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    return Launch(ring_kernel, programs_of(tile, units, splits, sms)[1], args, shape | options)
+
+
+def programs_of(tile: SoftmaxTile | RingTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
     """Whether programs stay and take one unit after the other, and the grid."""
     # As many as whole rows need: a row that some of them begin one unit later is waited for by the others.
     staying = max(1, tile.programs * sms // splits) * splits
@@ -177,6 +202,28 @@ def counts_for(x: Tensor, count: int) -> Tensor:
     if key not in _counts or _counts[key].numel() < count:
         _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
     return _counts[key]
+
+
+_words: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
+
+
+def words_for(x: Tensor, units: int, splits: int) -> tuple[Tensor, int]:
+    """(words, epoch) for ring_kernel: two words for each unit, none of which bears that epoch.
+
+    Kept from call to call as in `counts_for`; epochs count up, and with the last of int32 new words begin. A captured
+    launch finds zeros at each replay. Of rows that are one unit the kernel looks at no words: any address does.
+    """
+    if splits == 1:
+        return x, 1
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2 * units, dtype=torch.int64, device=x.device), 1
+    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
+    words, epochs = _words.get(key, (None, iter(())))
+    epoch = next(epochs, None)
+    if words is None or epoch is None or words.numel() < 2 * units:
+        words, epoch = torch.zeros(triton.next_power_of_2(2 * units), dtype=torch.int64, device=x.device), 1
+        _words[key] = words, iter(range(2, 1 << 31))
+    return words, epoch
 
 
 @functools.cache
@@ -213,20 +260,21 @@ class Ready:
 
     def __init__(self, launch: Launch, tensors: int, split: bool) -> None:
         values, first = dict(launch.kwargs), tensors
-        self.parts = self.tiles = 0
-        if split:
-            self.parts, first = launch.args[tensors].numel(), tensors + 3
+        self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
+        if launch.kernel is ring_kernel:
+            first = tensors + 2
             units, _, splits = launch.args[first : first + 3]
-            self.tiles = units // splits
+            self.room = lambda x: words_for(x, units, splits)
+        elif split:
+            parts, first = launch.args[tensors].numel(), tensors + 3
+            units, _, splits = launch.args[first : first + 3]
+            self.room = lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
         names = launch.kernel.arg_names[len(launch.args) :]
         self.rest = (*launch.args[first:], *(values.pop(name) for name in names))
         self.start = Starter(launch.kernel, launch.grid[0], values, launch.args[0].device)
 
     def __call__(self, *tensors: Tensor) -> None:
-        x, room = tensors[0], ()
-        if self.parts:
-            room = (*parts_for(x, self.parts), counts_for(x, self.tiles))  # type: ignore[assignment]
-        self.start((*tensors, *room, *self.rest))
+        self.start((*tensors, *self.room(tensors[0]), *self.rest))
 
 
 def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:

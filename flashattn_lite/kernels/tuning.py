@@ -56,6 +56,7 @@ HOPPER = (
 SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
 SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
 SHARED_BYTES_HIP = 64 << 10
+SHARED_RESERVED = 1 << 10  # bytes that the system keeps of each program's
 LONG = {False: 4096, True: 16384}  # keys from which the larger tile wins, by causal
 
 
@@ -110,13 +111,14 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   128: two by turns, 64 keys, held   315 420 520 592 664, 428 520 581 621 676
 #        the same, held and not *          417 525 596 677,     517 581 622 676; 431 519 579 645, 513 557 610 653
 #        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
-#   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a part of Q held spills: slower **)
+#        both of these again *       275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
+#   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
     (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),
     (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
-    (128, (4096, NEVER), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
+    (128, (2048, 16384), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
     (128, (0, 0), HopperConfig(2, 64, 4, turns=True, q_held=True)),
     (256, (0, 0), HopperConfig(2, 64, 2, q_slots=3, apart=True)),
 )
@@ -167,6 +169,26 @@ class SoftmaxTile:
         return -(-tiles // steps), steps
 
 
+@dataclass(frozen=True)
+class RingTile:
+    """Columns of a unit of ring_kernel, warps, slots of the ring, units that lie between one and its output.
+
+    A unit is taken in so many chunks, and twice if `again`. `programs`: as in SoftmaxTile, but of 0 none looks ahead.
+    """
+
+    cols: int
+    num_warps: int
+    slots: int = 1
+    lag: int = 0
+    programs: int = 0
+    chunks: int = 1
+    again: bool = False
+
+    def split(self, cols: int) -> int:
+        """How many units a row of that many columns is."""
+        return -(-cols // self.cols)
+
+
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
 # All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
@@ -198,6 +220,17 @@ WHOLE = {
 # does, at most 2764 and 1636 with tiles of 16384. fp32: 3690 and 2865; 3701 and 2584 with 8 warps, 3324 and 2855 with
 # 168 registers and 3 that stay. In two launches * 2267 and 1788, 2606 and 2156. A copy: 4114 and 3216, 4163 and 3692.
 SPLIT = {2: SoftmaxTile(1, 8192, 4, 128, programs=4), 4: SoftmaxTile(1, 8192, 4, 128)}
+# Where rows lie 16-byte aligned on a GPU with cp.async, ring_kernel has taken the place of two of these. Rows that are
+# one unit, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
+# warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
+RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
+# Rows that are split, by bytes an element: 16 KiB a unit. 1024 x 2^17 and 16 x 2^20: bf16 3720 and 2745, fp32 3914 and
+# 3264; together_kernel 3094 and 2539, 3731 and 2915 in that run; copies 4180 and 3393, 4190 and 3806. Seven slots and
+# two programs 3750 and 2386, 3964 and 3123; one unit of lag 3628 and 2628, 3794 and 2931; smaller units 1750 and 813 at
+# 2^20; programs that do not stay 3730 (2 warps, 8 chunks) and 3904 at 2^17. No gain from 1 / l in the exponent, stores
+# .cs, several copies of the parts, a ring filled at once, three units of lag, units that divide 16 x 2^20 better.
+RING_SPLIT = {2: RingTile(8192, 4, slots=4, lag=2, programs=3), 4: RingTile(4096, 4, slots=4, lag=2, programs=3)}
+RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
     4096: SoftmaxTile(1, 1024, 1, steps=4, programs=20),  # 4096 x 4096: 2356; * 1879 / 2987 a tile a row, 4 warps
@@ -230,6 +263,22 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
         tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
         split = replace(split, cols=INTERPRETED[False])
     return next((tile for most, tile in tiles.items() if block <= most), split)
+
+
+def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
+    """The tile of ring_kernel for rows that lie 16-byte aligned, with as many programs an SM as fit; None: another's.
+
+    A function of a row's length and element size and of the GPU: never of the number of rows.
+    """
+    if target.kind != "cuda" or target.interpreting or int(target.arch) < 80:
+        return None
+    block = 1 << max(cols - 1, 0).bit_length()
+    tile = RING_SPLIT[itemsize] if block > max(WHOLE[itemsize]) else RING_WHOLE.get((itemsize, block))
+    if tile is None:
+        return None
+    shared = SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW) + SHARED_RESERVED  # of all programs
+    fit = shared // (tile.slots * tile.cols * itemsize + RING_STATES + SHARED_RESERVED)
+    return replace(tile, programs=min(tile.programs, fit)) if fit else None
 
 
 def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:

@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from flashattn_lite.kernels.tuning import SHARED_RESERVED
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 
@@ -31,7 +32,6 @@ GPUS = {
 }
 # NVIDIA's CUDA C++ Programming Guide, table of technical specifications by compute capability.
 SHARED_A_MULTIPROCESSOR = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}  # bytes
-SHARED_RESERVED = 1 << 10  # bytes that the system keeps of each block's
 REGISTERS, REGISTER_UNIT = 65536, 256  # 32-bit, a multiprocessor; a warp is given multiples of the unit
 WARPS, WARP_UNIT, BLOCKS = 64, 4, 32  # at most, a multiprocessor; a warp per scheduler
 

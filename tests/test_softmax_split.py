@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,7 +247,7 @@ def test_a_tensor_that_starts_between_words_is_not_aligned() -> None:
 def test_a_prepared_ring_brings_every_argument_in_its_place(cols: int) -> None:
     x = empty(6, cols)
     (launch,) = planned(x)
-    ready, started = kernels.Ready(launch, 2, cols > 32768), []
+    ready, started = kernels.Ready(launch, 2), []
     ready.start, options = started.append, ready.start.options
     ready(x, launch.args[1])
     known = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.kwargs
@@ -254,6 +255,30 @@ def test_a_prepared_ring_brings_every_argument_in_its_place(cols: int) -> None:
     words, others = known.pop("parts_ptr"), given.pop("parts_ptr")
     assert known == given
     assert words is others is x if cols == 32768 else words.shape == others.shape == (2 * 6 * 32,)
+
+
+def test_what_a_stream_keeps_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and words are found again on their stream alone, grow, and no epoch comes twice on the same words."""
+    stream, capturing = SimpleNamespace(cuda_stream=1), False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for kept in ("_counts", "_words"):
+        monkeypatch.setattr(kernels, kept, {})
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), get_device=lambda: 0)
+    counts, (words, epoch) = kernels.counts_for(x, 3), kernels.words_for(x, 40, 4)
+    assert kernels.counts_for(x, 1000) is counts and kernels.counts_for(x, 5000).numel() >= 5000
+    assert kernels.words_for(x, 12, 4) == (words, epoch + 1) and kernels.words_for(x, 12, 1) == (x, 1)
+    larger, first = kernels.words_for(x, 1000, 4)
+    assert larger.numel() >= 2000 and first == 1 and not larger.any()
+    kernels._words[0, 1] = larger, iter([2**31 - 1])
+    assert [kernels.words_for(x, 12, 4)[1] for _ in range(3)] == [2**31 - 1, 1, 2]
+    assert kernels._words[0, 1][0] is not larger
+    stream.cuda_stream = 2
+    assert kernels.words_for(x, 12, 4)[1] == 1 and kernels.counts_for(x, 3) is not counts
+    capturing = True
+    each = [kernels.words_for(x, 12, 4) for _ in range(2)]
+    assert each[0][0] is not each[1][0] and [epoch for _, epoch in each] == [1, 1]
+    assert kernels.counts_for(x, 3) is not kernels.counts_for(x, 3)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ As many blocks as fit live on each multiprocessor (one, or three of one consumer
 BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V head, head by head within a position.
 Warps have roles:
   producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA
-  consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma, P and O in registers
+  consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
 State of each row, as in attention.py: (m_i, l_i, acc), m_i in log2 units. `visited_tiles` gives the tiles with masked
@@ -110,9 +110,11 @@ def take_q(q_at, q_s, bars, S_LAYOUT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def operand(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P [64, N] as an operand of a product, made here and not where the compiler would: its float32 must be gone by
-    the time that the next scores come.
+def pack_p(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """P [64, N] as an operand of a product, in its dtype.
+
+    By an asm that stays where it is, because ptxas would do it behind the next scores: then P in float32, P and S are
+    all in registers, and some are spilled.
     """
     low, high = gl.split(gl.reshape(p, [ROWS, p.shape[1] // 2, 2]))
     KIND: gl.constexpr = "f16x2" if DTYPE.is_fp16() else "bf16x2"
@@ -137,7 +139,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
         mbarrier.wait(bars.k_full.index(k_at), ((it + 1) // T.STAGES) & 1)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
-        w = operand(p, DTYPE, P_LAYOUT)
+        w = pack_p(p, DTYPE, P_LAYOUT)
         await_turn(WG, T)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
         mbarrier.wait(bars.v_full.index(at), (it // T.STAGES) & 1)

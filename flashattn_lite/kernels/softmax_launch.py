@@ -187,18 +187,24 @@ def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
+def sharing(x: Tensor) -> tuple[int, int] | None:
+    """(device, stream) whose launches may share memory from call to call, since they follow one another.
+
+    None where a launch needs its own: in a CUDA graph, which may be replayed on any stream, and in the interpreter.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    return x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
+
+
 _counts: dict[tuple[int, int], Tensor] = {}
 
 
 def counts_for(x: Tensor, count: int) -> Tensor:
-    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them.
-
-    A stream's launches follow one another, so that they can share; a CUDA graph, which may be replayed on any stream,
-    and the interpreter get zeros of their own.
-    """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    """Zeros, int32, that the launch sets back to 0: kept from call to call, so that no call has to fill them."""
+    key = sharing(x)
+    if key is None:
         return torch.zeros(count, dtype=torch.int32, device=x.device)
-    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
     if key not in _counts or _counts[key].numel() < count:
         _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
     return _counts[key]
@@ -210,14 +216,14 @@ _words: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
 def words_for(x: Tensor, units: int, splits: int) -> tuple[Tensor, int]:
     """(words, epoch) for ring_kernel: two words for each unit, none of which bears that epoch.
 
-    Kept from call to call as in `counts_for`; epochs count up, and with the last of int32 new words begin. A captured
-    launch finds zeros at each replay. Of rows that are one unit the kernel looks at no words: any address does.
+    Kept from call to call; epochs count up, and with the last of int32 new words begin. A captured launch finds zeros
+    at each replay. Of rows that are one unit the kernel looks at no words: any address does.
     """
     if splits == 1:
         return x, 1
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    key = sharing(x)
+    if key is None:
         return torch.zeros(2 * units, dtype=torch.int64, device=x.device), 1
-    key = x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
     words, epochs = _words.get(key, (None, iter(())))
     epoch = next(epochs, None)
     if words is None or epoch is None or words.numel() < 2 * units:
@@ -258,19 +264,18 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
 class Ready:
     """A call of one launch that was planned, for others of the same metadata on a GPU."""
 
-    def __init__(self, launch: Launch, tensors: int, split: bool) -> None:
-        values, first = dict(launch.kwargs), tensors
+    def __init__(self, launch: Launch, tensors: int) -> None:
+        names, values = launch.kernel.arg_names, dict(launch.kwargs)
+        known = dict(zip(names, launch.args, strict=False))
+        units, splits = known["units"], known.get("splits", 1)
+        fresh = 0  # arguments behind the tensors that each call brings anew
         self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
-        if launch.kernel is ring_kernel:
-            first = tensors + 2
-            units, _, splits = launch.args[first : first + 3]
-            self.room = lambda x: words_for(x, units, splits)
-        elif split:
-            parts, first = launch.args[tensors].numel(), tensors + 3
-            units, _, splits = launch.args[first : first + 3]
-            self.room = lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
-        names = launch.kernel.arg_names[len(launch.args) :]
-        self.rest = (*launch.args[first:], *(values.pop(name) for name in names))
+        if "epoch" in known:
+            fresh, self.room = 2, lambda x: words_for(x, units, splits)
+        elif splits > 1:
+            parts = known["m_parts_ptr"].numel()
+            fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
+        self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
         self.start = Starter(launch.kernel, launch.grid[0], values, launch.args[0].device)
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -282,7 +287,7 @@ def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:
     planned = plan(x, results, dim)
     if planned is None or len(planned) > 1:
         return None
-    return Ready(planned[0], 1 + len(results), planned[0].kwargs.get("PARTS", 1) > 1)
+    return Ready(planned[0], 1 + len(results))
 
 
 def interpret(x: Tensor, results: Results, dim: int) -> None:

@@ -35,9 +35,14 @@ class HopperConfig:
     q_held: bool = False  # a consumer keeps its Q in registers
 
 
+def power_of_two(count: int) -> int:
+    """The least power of two that holds so many; 1 for none."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 def padded(head_dim: int) -> int:
     """The power of two that holds a head dim; 16 at least, the shortest reduction a matrix instruction takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, power_of_two(head_dim))
 
 
 # 16-bit dtypes on sm_90: (largest padded head dim, tile below LONG keys, tile from LONG keys up).
@@ -58,6 +63,11 @@ SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
 SHARED_BYTES_HIP = 64 << 10
 SHARED_RESERVED = 1 << 10  # bytes that the system keeps of each program's
 LONG = {False: 4096, True: 16384}  # keys from which the larger tile wins, by causal
+
+
+def shared_bytes(target: Target) -> int:
+    """Shared memory that one program may have."""
+    return SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
 
 
 def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
@@ -87,7 +97,7 @@ def unaligned_tile(problem: AttentionProblem, target: Target) -> TileConfig:
 
 def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> TileConfig:
     """The config with fewer stages, then fewer keys, then fewer rows, until Q and the K/V stages fit on chip."""
-    limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    limit = shared_bytes(target)
     q_bytes = padded(problem.head_dim) * problem.dtype.itemsize
     kv_bytes = q_bytes + padded(problem.head_dim_v) * problem.dtype.itemsize
     while config.block_m * q_bytes + config.num_stages * config.block_n * kv_bytes > limit:
@@ -111,7 +121,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   128: two by turns, 64 keys, held   315 420 520 592 664, 428 520 581 621 676
 #        the same, held and not *          417 525 596 677,     517 581 622 676; 431 519 579 645, 513 557 610 653
 #        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
-#        both of these again *       275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
+#        both again *               275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
 #   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
@@ -137,7 +147,7 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
         tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[problem.features.right]
     )
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
-        config = replace(config, pack=1 << (problem.group - 1).bit_length())
+        config = replace(config, pack=power_of_two(problem.group))
     return config
 
 
@@ -252,7 +262,7 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
 
     A function of a row's length, element size and layout and of the GPU: never of the number of rows.
     """
-    block = 1 << max(cols - 1, 0).bit_length()
+    block = power_of_two(cols)
     if across:
         return tile_across(block, target, keeps)
     short = SHORT[keeps]
@@ -272,11 +282,11 @@ def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
     """
     if target.kind != "cuda" or target.interpreting or int(target.arch) < 80:
         return None
-    block = 1 << max(cols - 1, 0).bit_length()
+    block = power_of_two(cols)
     tile = RING_SPLIT[itemsize] if block > max(WHOLE[itemsize]) else RING_WHOLE.get((itemsize, block))
     if tile is None:
         return None
-    shared = SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW) + SHARED_RESERVED  # of all programs
+    shared = shared_bytes(target) + SHARED_RESERVED  # of all programs
     fit = shared // (tile.slots * tile.cols * itemsize + RING_STATES + SHARED_RESERVED)
     return replace(tile, programs=min(tile.programs, fit)) if fit else None
 
@@ -352,5 +362,5 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:
     """Up to `most` stages of K/V tiles, as fit on chip beside 32 KiB for Q, weights and the exchange between warps."""
-    limit = SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    limit = shared_bytes(target)
     return max(1, min(most, (limit - (32 << 10)) // tile_bytes))

@@ -27,6 +27,7 @@ FLOORS = {
     "kernels.interpreter": 1,
     "kernels.operands": 1,
     "kernels.start": 1,
+    "kernels.gluon_names": 1,
     "kernels.device": 1,
     "reference": 2,
     "tiled": 2,

@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn_lite.kernels.device.state import rounded
+from flashattn_lite.kernels.gluon_names import tma_store
 from flashattn_lite.kernels.hopper_again import again
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, past_keys, take_rows
@@ -66,9 +67,6 @@ from flashattn_lite.kernels.hopper_tasks import (
     q_slot,
     receive,
 )
-
-# What changed its name between Triton 3.6 and 3.9.
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 # ------------------------------------------------------------------------------------------------------------- consumer
@@ -249,7 +247,8 @@ def deliver(out, dst, o_buffer, task, write, WG: gl.constexpr, F: gl.constexpr, 
     if F.varlen:
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
         wanted = gl.convert_layout(write.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
-        ptrs, inside = out_pointers(dst, task, WIDE, WG, F, T)
+        offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+        ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
         gl.store(ptrs, flat.load(WIDE), mask=wanted[:, None] & inside)
         fence_async_shared()
     else:

@@ -13,39 +13,46 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from flashattn_lite.kernels.device.state import rounded
+from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, scaled, take
-from flashattn_lite.kernels.hopper_tasks import CLEAN, EXACT, MINUS, PLUS, REDO, ROWS, lse_pointers, q_slot
+from flashattn_lite.kernels.hopper_tasks import CLEAN, EXACT, MINUS, PLUS, REDO, ROWS, lse_pointers, q_slot, rows_of
+
+PART = gl.constexpr(1024)  # elements that a consumer takes at a time, eight a thread
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def clean(v, mode, n_clean, cleaned, WG: gl.constexpr, T: gl.constexpr):
-    """V [N, Dv] in shared memory without what is not finite; PLUS, MINUS: 1 where it is that infinity, else 0.
+def clean(v_s, at, mode, n_clean, cleaned, WG: gl.constexpr, T: gl.constexpr):
+    """The tile of V at `at` in shared memory without what is not finite; PLUS, MINUS: 1 where it is that infinity.
 
-    Every consumer does its share and waits for the others. Returns 1 if there was any in that share.
+    Element by element, so that it does not matter in which order they lie. Every consumer does its share and waits for
+    the others. Returns 1 if there was any in that share.
     """
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-    dirty = 0
-    PARTS: gl.constexpr = T.BLOCK_N // 16
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    for part in gl.static_range(WG, PARTS, CONSUMERS):
-        rows = v.slice(part * 16, 16, dim=0)
-        x = rows.load(WIDE).to(gl.float32)  # [16, Dv]
-        finite = gl.abs(x) < float("inf")
-        infinity = gl.where(mode == MINUS, float("-inf"), float("inf"))
-        hit = gl.where((x != x) | (x == infinity), 1.0, 0.0)
-        x = gl.where(mode == REDO, gl.where(finite, x, 0.0), hit)
-        rows.store(x.to(v.dtype))
-        dirty |= 1 - gl.min(gl.min(finite.to(gl.int32), 1), 0)
+    PARTS: gl.constexpr = T.BLOCK_N * T.BLOCK_DV // PART
+    EIGHT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    parts = reinterpret(v_s, v_s.dtype, [T.STAGES * PARTS, PART], FLAT)
+    one = gl.where(mode == REDO, 0.0, 1.0)
+    other = gl.where(mode == MINUS, float("inf"), float("-inf"))
+    dirty = gl.full([PART], 0, gl.int32, EIGHT)
+    for i in range(WG, PARTS, T.WARPGROUPS):
+        part = parts.index(at * PARTS + i)
+        x = part.load(EIGHT).to(gl.float32)
+        infinite = (gl.abs(x) < float("inf")) == 0
+        kept = gl.where(infinite, gl.where(x == other, 0.0, one), gl.where(mode == REDO, x, 0.0))
+        part.store(kept.to(v_s.dtype))
+        dirty |= infinite.to(gl.int32)
     fence_async_shared()
     mbarrier.arrive(cleaned, count=1)
     mbarrier.wait(cleaned, n_clean & 1)
-    return dirty, n_clean + 1
+    return gl.max(dirty, 0), n_clean + 1
 
 
 @gluon.jit
@@ -54,8 +61,9 @@ def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl
     s, scale = scaled(s, args, F)
     row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale
     # Past EXACT_M a product must be rounded before it is subtracted.
-    s = gl.where(mode == REDO, gl.where((exact != 0)[:, None], s * scale, s), 0.0)
+    before = gl.where(exact != 0, row_scale, 1.0)
     row_scale = gl.where(exact != 0, 1.0, row_scale)
+    s = gl.where(mode == REDO, s * before[:, None], 0.0)
     s = hide(s, i, rows, task, args, F, T)
     m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
     m_new = gl.where((i >= rows.settled) & (exact == 0), m_i, m_new)
@@ -66,7 +74,7 @@ def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl
 def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
     """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
-    q_s, k_s, v_s, _ = rings
+    q_s, k_s, v_s, o_s = rings
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
     O_LAYOUT: gl.constexpr = T.O_LAYOUT
@@ -76,7 +84,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F)
     mark = gl.load(lse_ptrs, mask=rows.exists & (mode == REDO), other=0.0).to(gl.int32, bitcast=True)
     exact = (mark == EXACT).to(gl.int32)
-    write = rows.exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
+    asked = rows.exists & ((mark == EXACT) | (mark == CLEAN))
     m_i, l_i, acc = empty_state(T)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     dirty = 0
@@ -95,28 +103,50 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
         acc = acc * gl.convert_layout(alpha, O_ROW, assert_trivial=True)[:, None]
         mbarrier.wait(bars.v_full.index(at), phase)
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
-        found, n_clean = clean(v, mode, n_clean, bars.cleaned, WG, T)
+        found, n_clean = clean(v_s, at, mode, n_clean, bars.cleaned, WG, T)
         dirty |= found
         acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         if T.APART:
             mbarrier.arrive(bars.v_empty.index(at), count=1)
         it += 1
-    mbarrier.arrive(bars.q_empty.index(q_at), count=1)
 
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
+    weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
+    write_rows(rounded(acc * weight[:, None], DTYPE), mode, q_at if T.O_OVER_Q else WG, o_s, dst, lse, task, WG, F, T)
+    mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     # A row with a clean V and its old reference may still show that it needs the maximum: by l_i, or by an acc that a
-    # large V made infinite. At the maximum nothing is asked, so that this ends.
+    # large V made infinite. It is done once more. At the maximum nothing is asked, so that this ends.
     mark = gl.where((exact == 0) & (overflow | is_bad(acc, S_LAYOUT)), EXACT, 0)
     lse_row = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
-    gl.store(lse_ptrs, lse_row, mask=write & (mode == REDO))
-    weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
-    write = gl.convert_layout((write & ((mark == 0) | (mode != REDO))).to(gl.int32), O_ROW, assert_trivial=True)
-    ptrs, inside = out_pointers(dst, task, O_LAYOUT, WG, F, T)
-    x = acc * weight[:, None]
-    wanted = (write != 0)[:, None] & inside & ((mode == REDO) | (x > 0.0))
-    infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
-    had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0).to(gl.float32)
-    gl.store(ptrs, gl.where(mode == REDO, rounded(x, DTYPE), (had + infinity).to(DTYPE)), mask=wanted)
+    gl.store(lse_ptrs, lse_row, mask=asked)
     return dirty, n_clean
+
+
+@gluon.jit
+def write_rows(x, mode, slot, o_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Rows x [64, Dv] of O to where their lse still has a mark; PLUS, MINUS: that infinity to all where x is not 0.
+
+    Through shared memory, 1024 elements at a time: all at once is a tenth of the kernel's instructions.
+    """
+    TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
+    whole = reinterpret(o_s, o_s.dtype, [o_s.shape[0], ROWS, T.BLOCK_DV], PLAIN)
+    parts = reinterpret(o_s, o_s.dtype, [o_s.shape[0] * (ROWS // TAKEN), TAKEN, T.BLOCK_DV], PLAIN)
+    infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
+    tma.store_wait(0)  # the rows before have left the buffer
+    whole.index(slot).store(x)
+    for i in range(ROWS // TAKEN):
+        offs_r = i * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
+        pos, head, exists = rows_of(offs_r, task, WG, T)
+        mark = gl.load(lse_pointers(lse, task, head, pos, F), mask=exists, other=0.0).to(gl.int32, bitcast=True)
+        wanted = exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
+        ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
+        wanted = wanted[:, None] & inside
+        new = parts.index(slot * (ROWS // TAKEN) + i).load(WIDE)
+        had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0)
+        moved = gl.where(new != 0.0, (had.to(gl.float32) + infinity).to(new.dtype), had)
+        gl.store(ptrs, gl.where(mode == REDO, new, moved), mask=wanted)
+    fence_async_shared()
+    barrier()  # every mark has been read

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashattn_lite.kernels.gluon_names import tma_load
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     END,
@@ -30,9 +31,6 @@ from flashattn_lite.kernels.hopper_tasks import (
     rows_of,
     send,
 )
-
-# What changed its name between Triton 3.6 and 3.9.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit

@@ -90,11 +90,13 @@ def is_bad(acc, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def out_pointers(dst, task, LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """(pointers, which columns are there) of this consumer's rows of O [64, Dv]."""
+def out_pointers(dst, offs_r, task, LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """(pointers, which columns are there) of a consumer's rows offs_r [M] of O [M, Dv]."""
     _, out_ptr, o_strides = dst
-    pos, head, _ = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), task, WG, T)
+    pos, head, _ = rows_of(offs_r, task, WG, T)
     offs_d = gl.arange(0, T.BLOCK_DV, layout=gl.SliceLayout(0, LAYOUT))
-    ptrs = out_ptr + entry_of(task, F).to(gl.int64) * o_strides[0] + head.to(gl.int64)[:, None] * o_strides[1]
-    ptrs += (task.start_q + pos).to(gl.int64)[:, None] * o_strides[2] + offs_d[None, :]
-    return ptrs, (offs_d < T.HEAD_DIM_V)[None, :]
+    # In whole eights, which they are, so that the compiler knows that 16-byte accesses are allowed.
+    step_b, step_h, step_m = o_strides[0] // 8 * 8, o_strides[1] // 8 * 8, o_strides[2] // 8 * 8
+    rows = out_ptr + entry_of(task, F).to(gl.int64) * step_b + head.to(gl.int64) * step_h
+    rows += (task.start_q + pos).to(gl.int64) * step_m
+    return rows[:, None] + offs_d[None, :], (offs_d < T.HEAD_DIM_V)[None, :]

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
+from flashattn_lite.kernels.gluon_names import reinterpret
 
 FAST, REDO, PLUS, MINUS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # what to do with a tile
 REPORT, END = gl.constexpr(-1), gl.constexpr(-2)  # messages that are no tile
@@ -227,20 +228,21 @@ def send(message, task, n_message, talk):
 def receive(n_message, talk):
     """The next (message, task) of the producer."""
     slot, slot_full, slot_empty = talk[0], talk[1], talk[2]
-    ALL: gl.constexpr = gl.BlockedLayout([16], [32], [4], [0])  # every thread gets every word
     at = n_message % 2
     mbarrier.wait(slot_full.index(at), (n_message // 2) & 1)
-    words = slot.index(at).load(ALL)
-    mbarrier.arrive(slot_empty.index(at), count=1)
-    return pick(words, 0), Task(
-        pick(words, 1), pick(words, 2), pick(words, 3), pick(words, 4), pick(words, 5), pick(words, 6), pick(words, 7),
-        pick(words, 8), pick(words, 9), pick(words, 10), pick(words, 11), pick(words, 12), pick(words, 13),
-        pick(words, 14), pick(words, 15),
+    first = at * 16
+    words = reinterpret(slot, gl.int32, [2 * 16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    message, task = word(words, first), Task(
+        word(words, first + 1), word(words, first + 2), word(words, first + 3), word(words, first + 4),
+        word(words, first + 5), word(words, first + 6), word(words, first + 7), word(words, first + 8),
+        word(words, first + 9), word(words, first + 10), word(words, first + 11), word(words, first + 12),
+        word(words, first + 13), word(words, first + 14), word(words, first + 15),
     )  # fmt: skip
+    mbarrier.arrive(slot_empty.index(at), count=1)
+    return message, task
 
 
 @gluon.jit
-def pick(words, i: gl.constexpr):
-    """One of the words that a thread holds; folds to its register."""
-    word = gl.arange(0, 16, layout=words.type.layout)
-    return gl.sum(gl.where(word == i, words, 0), 0)
+def word(words, at):
+    """One word of shared memory, as each thread's scalar."""
+    return gl.max(words.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)

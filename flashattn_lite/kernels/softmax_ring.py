@@ -35,11 +35,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, reference, weights
+from flashattn_lite.kernels.gluon_names import async_load, barrier
 from flashattn_lite.kernels.softmax_tiles import divided, larger_bfloat16, larger_float16, tops, widen
-
-# What changed its name between Triton 3.6 and 3.9.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import arguments, calls, dispatch, ops, state
+from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.errors import type_error, value_error
 from flashattn_lite.problem import Window
 
@@ -53,6 +54,7 @@ def attention(
             read by its strides and never expanded in memory. Composes with causal and window.
         sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
         kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
+            A length below 0 counts as 0, one above S as S.
         return_lse: also return lse.
         backend: "auto", or "split", "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
 
@@ -139,7 +141,7 @@ def attention_varlen(
     # On a CPU the values of cu_seqlens are checked too.
     done = _recall(tensors, *rest) if isinstance(q, Tensor) and q.is_cuda else None
     if done is None:
-        arguments.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         arguments.check_no_tangent(q=q, k=k, v=v, sinks=sinks)
         arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
         arguments.check_sinks(sinks, q)
@@ -216,7 +218,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         _check_part(i, part, parts[0])
     dtype = parts[0][0].dtype
     (out, lse), *others = parts
-    packed = lse.shape != out.shape[:-1]
+    packed = out.dim() == 3
     acc, lse = out.to(torch.promote_types(dtype, torch.float32)), lse.to(torch.promote_types(lse.dtype, torch.float32))
     acc = torch.where(_rows(lse == -torch.inf, packed), 0.0, acc)
     for out_b, lse_b in others:
@@ -249,12 +251,18 @@ def _check_part(i: int, part: Any, first: Any) -> None:
     out, lse = part
     for what, x in (("out", out), ("lse", lse)):
         arguments.check_float_tensor(f"{name} {what}", x)
-    packed = out.dim() == 3 and lse.shape == (out.shape[1], out.shape[0])
-    if lse.shape != out.shape[:-1] and not packed:
+    if out.dim() not in (3, 4):
+        relation = "out must be (batch, heads, length, head_dim_v), or packed (total, heads, head_dim_v)"
+        raise value_error(name, relation, out, "Pass what attention or attention_varlen returned.")
+    rows = out.shape[1::-1] if out.dim() == 3 else out.shape[:-1]
+    if lse.shape != rows:
         relation = f"lse must have one value per row of out {tuple(out.shape)}"
         raise value_error(name, relation, lse, "Pass the lse that came with this out.")
-    if out.shape != first[0].shape or lse.shape != first[1].shape:
-        raise value_error(name, f"out must have the shape of parts[0]'s {tuple(first[0].shape)}", out, "Same queries.")
+    if lse.device != out.device:
+        raise value_error(name, f"lse must be on out's device ({out.device})", lse, "Move it with .to(device).")
+    if out.shape != first[0].shape:
+        remedy = "Compute every part for the same queries."
+        raise value_error(name, f"out must have the shape of parts[0]'s {tuple(first[0].shape)}", out, remedy)
     if out.dtype != first[0].dtype or out.device != first[0].device:
         raise type_error(name, "out must have the dtype and device of parts[0]'s", out, "Cast or move it.")
 

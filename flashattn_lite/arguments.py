@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from flashattn_lite.errors import not_implemented, type_error, value_error
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT32 = torch.finfo(torch.float32)
 QKV = ("q", "k", "v")
 
 
@@ -24,9 +24,19 @@ def check_float_tensor(name: str, x: object) -> None:
     if x.is_nested or x.layout != torch.strided:
         raise type_error(name, "must be a dense strided tensor", x.layout, "Call .to_dense(), or pack ragged batches.")
     if x.is_complex():
-        raise type_error(name, "must be real", x, "Attention of complex numbers is not defined here; split re and im.")
+        raise type_error(name, "must be real", x, "Split it into its real and imaginary parts.")
     if x.dtype not in FLOAT_DTYPES:
         raise type_error(name, "dtype must be float16, bfloat16, float32 or float64", x, "Cast it first.")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether x's values can be looked at here: it is on the CPU, and no compiler or transform stands for it."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    try:
+        return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    except AttributeError:  # a torch that names it otherwise
+        return True
 
 
 def check_no_tangent(**tensors: object) -> None:
@@ -105,7 +115,7 @@ def check_options(
     """The plain-number options."""
     if not isinstance(causal, bool):
         raise type_error("causal", "must be True or False", causal, "A mask goes into mask=.")
-    if q_start is not None and not _is_int(q_start):
+    if q_start is not None and not is_int(q_start):
         raise type_error("q_start", "must be an int or None", q_start, "One offset for all; use kv_lens for one each.")
     check_window(window)
     for name, x in (("scale", scale), ("softcap", softcap)):
@@ -113,10 +123,14 @@ def check_options(
             continue
         if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
             raise type_error(name, "must be a float or None", x, "Call .item() on a tensor of one element.")
-        if not math.isfinite(x):
+        if not -math.inf < x < math.inf:
             raise value_error(name, "must be finite", x, "Pass None for the default.")
+        if isinstance(x, (int, float)) and abs(x) > FLOAT32.max / 2:  # kernels take it in units of log2
+            raise value_error(name, "must be finite in float32", x, "Pass None for the default.")
     if softcap is not None and not softcap > 0:  # type: ignore[operator]
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
+    if isinstance(softcap, (int, float)) and softcap < FLOAT32.tiny:
+        raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
 
 
 def check_window(window: object) -> None:
@@ -127,7 +141,7 @@ def check_window(window: object) -> None:
     for side, x in zip(("left", "right"), window, strict=True):
         if x is None:
             continue
-        if not _is_int(x):
+        if not is_int(x):
             raise type_error("window", f"{side} must be an int or None", window, "None leaves that side unbounded.")
         if x < 0:
             raise value_error("window", f"{side} must be at least 0", window, "None (not -1) leaves it unbounded.")
@@ -167,62 +181,13 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
     if kv_lens is None:
         return
-    _check_int32("kv_lens", kv_lens, q)
+    check_int32("kv_lens", kv_lens, q)
     assert isinstance(kv_lens, Tensor)
     if kv_lens.shape != (batch,):
         raise value_error("kv_lens", f"must have shape (batch,) = ({batch},)", kv_lens, "One length per sequence.")
 
 
-def check_varlen(
-    q: object,
-    k: object,
-    v: object,
-    cu_seqlens_q: object,
-    cu_seqlens_k: object,
-    max_seqlen_q: object,
-    max_seqlen_k: object,
-) -> None:
-    """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens are read only on the CPU."""
-    check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if v.shape[0] != k.shape[0]:
-        raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Each key has one value.")
-    sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
-    for side, x, cu, longest in sides:
-        _check_int32(f"cu_seqlens_{side}", cu, x)
-        assert isinstance(cu, Tensor)
-        if cu.dim() != 1 or cu.shape[0] < 1:
-            raise value_error(f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Start it with 0.")
-        if longest is not None and (not _is_int(longest) or longest < 0):  # type: ignore[operator]
-            raise type_error(f"max_seqlen_{side}", "must be an int of at least 0 or None", longest, "Read it once.")
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_cu_values(side, x, cu, longest)
-    assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise value_error(
-            "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
-            "Both describe one batch.",
-        )  # fmt: skip
-
-
-def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
-    name, total = f"cu_seqlens_{side}", x.shape[0]
-    values: list[int] = cu.tolist()
-    shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
-    if values[0] != 0:
-        raise value_error(name, "must start with 0", shown, "It holds cumulative lengths.")
-    if any(b < a for a, b in pairwise(values)):
-        raise value_error(name, "must not decrease", shown, "It holds cumulative lengths, not lengths.")
-    if values[-1] != total:
-        raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
-    if longest is not None:
-        actual = max((b - a for a, b in pairwise(values)), default=0)
-        if longest < actual:  # type: ignore[operator]
-            raise value_error(f"max_seqlen_{side}", f"must be at least the longest sequence ({actual})", longest,
-                              "Pass None to have it read.")  # fmt: skip
-
-
-def _check_int32(name: str, x: object, like: Tensor) -> None:
+def check_int32(name: str, x: object, like: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise type_error(name, "must be an int32 torch.Tensor", x, "torch.tensor(..., dtype=torch.int32).")
     if x.dtype != torch.int32:
@@ -235,7 +200,7 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")
 
 
-def _is_int(x: object) -> bool:
+def is_int(x: object) -> bool:
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 

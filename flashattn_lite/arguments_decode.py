@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv
+from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv, readable
 from flashattn_lite.errors import type_error, value_error
 
 NAMES = ("q", "k_cache", "v_cache")
@@ -32,7 +32,7 @@ def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, b
         _check_pages(k_cache, v_cache)
         _check_table(block_table, q, k_cache)
         assert isinstance(block_table, Tensor)
-        if block_table.device.type == "cpu" and not torch.compiler.is_compiling():
+        if readable(block_table) and readable(kv_lens):
             _check_entries(block_table, kv_lens, k_cache)
 
 
@@ -67,7 +67,7 @@ def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
 
 def _check_entries(table: Tensor, kv_lens: Tensor, k_cache: Tensor) -> None:
     pages, page_size = k_cache.shape[0], k_cache.shape[2]
-    used = torch.arange(table.shape[1]) * page_size < kv_lens.unsqueeze(1)
+    used = torch.arange(table.shape[1], device=table.device) * page_size < kv_lens.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= pages))
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def remember(ready: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any)
 
 
 def _key(args: Arguments) -> tuple[Any, ...]:
-    """All that a launch depends on but the addresses; of those, whether they are whole 16 bytes.
+    """All that a launch depends on but the addresses; of those, where they lie in 16 bytes.
 
     With types, since 1 == True; and with negation, which a view can leave to the dispatcher.
     """
@@ -114,7 +114,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
         v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, options, *map(type, options),
+        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, options, *map(type, options),
     )  # fmt: skip
     key += tuple(map(metadata, optional))
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
@@ -153,10 +153,21 @@ def watched() -> bool:
     try:
         if forward_ad._current_level >= 0:
             return True
-        modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-        return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+        if torch._C._len_torch_dispatch_stack() > 0 or any(map(looks_on, function_modes())):
+            return True
+        return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
     except AttributeError:  # a torch that names these otherwise: let everything see the op
         return True
+
+
+def function_modes() -> Iterator[Any]:
+    """The active modes that see calls of torch's functions."""
+    return (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+
+
+def looks_on(mode: Any) -> bool:
+    """A default device (torch.set_default_device, `with torch.device()`) only concerns those who make new tensors."""
+    return (type(mode).__module__, type(mode).__qualname__) != ("torch.utils._device", "DeviceContext")
 
 
 def under_grad() -> bool:

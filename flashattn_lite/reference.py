@@ -17,8 +17,8 @@ from flashattn_lite.arguments import (
     check_mask,
     check_options,
     check_sinks,
-    check_varlen,
 )
+from flashattn_lite.arguments_varlen import check_varlen
 
 # ---- softmax of one row, four times -------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ def visibility(
     batch, heads, len_q, len_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     j = torch.arange(len_k, device=q.device)
     lens = torch.full((batch,), len_k, device=q.device) if kv_lens is None else kv_lens
-    lens = lens.long().view(batch, 1, 1, 1)
+    lens = lens.long().clamp(0, len_k).view(batch, 1, 1, 1)
     start = lens - len_q if q_start is None else q_start
     position = torch.arange(len_q, device=q.device).view(1, 1, len_q, 1) + start
     left, right = window or (None, None)

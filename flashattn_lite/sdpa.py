@@ -11,6 +11,7 @@ from torch import Tensor
 from flashattn_lite import arguments, calls, ops
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.problem import Inputs
+from flashattn_lite.tiles import autocasts
 
 NAMES = ("query", "key", "value")
 
@@ -91,7 +92,7 @@ def _recall(
     plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0.0 and type(is_causal) is bool
     if not plain or type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
         return None
-    if (query.shape[1] != key.shape[1] and not enable_gqa) or torch.is_autocast_enabled(query.device.type):
+    if (query.shape[1] != key.shape[1] and not enable_gqa) or autocasts(query.device):
         return None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     done = ops.recall(_arguments(Inputs(query, key, value), is_causal, scale))
@@ -106,9 +107,10 @@ def _check_options(dropout_p: object, is_causal: object, scale: object, enable_g
     if dropout_p > 0:
         remedy = "Pass 0.0 (in evaluation: model.eval() does), or keep torch's function where you train with dropout."
         raise not_implemented("dropout_p", "dropout of attention weights is not implemented", dropout_p, remedy)
+    remedies = {"is_causal": "A mask goes into attn_mask.", "enable_gqa": "Pass bool(enable_gqa)."}
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
-            raise type_error(name, "must be True or False", flag, "A mask goes into attn_mask.")
+            raise type_error(name, "must be True or False", flag, remedies[name])
     arguments.check_options(causal=is_causal, q_start=0, window=None, scale=scale, softcap=None)
 
 
@@ -133,10 +135,9 @@ def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Torch's function is on autocast's list of those that run in the lower precision; so is this one."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not autocasts(query.device):
         return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(query.device.type)
     cast = lambda x: x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
     return cast(query), cast(key), cast(value), cast(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
 

@@ -20,9 +20,12 @@ ALIGN = 8  # columns; in narrower steps the bits of a product depend on where it
 
 def as_written(device: torch.device) -> AbstractContextManager[None]:
     """Every product in the dtypes of its operands, also inside a caller's torch.autocast."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for tensors of that device; some, like meta, know no autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 @dataclass(frozen=True)

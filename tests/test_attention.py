@@ -163,6 +163,30 @@ def test_merge_of_parts_is_the_whole(device, heads):
     assert torch.equal(same, parts[0][1])
 
 
+@pytest.mark.parametrize("total", [5, 3], ids=["more tokens than heads", "as many tokens as heads"])
+def test_merge_of_packed_parts_is_the_whole(device, total):
+    """lse is (heads, total) there, also where that could be read the other way round."""
+    q, k, v = (randn(device, rows, 3, 8, seed=rows) for rows in (total, 9, 9))
+    cu_q, *cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, total], [0, 1, 4], [0, 3, 5]))
+    whose = [[0, 4, 5, 6], [1, 2, 3, 7, 8]]  # keys of both sequences in each part: four and five
+    parts = [
+        fa.attention_varlen(q, k[at], v[at], cu_q, cu, return_lse=True) for at, cu in zip(whose, cu_k, strict=True)
+    ]
+    out, lse = fa.merge_attention(parts)
+    whole, exact = fa.attention_varlen(q, k, v, cu_q, cu_k[0] + cu_k[1], return_lse=True)
+    close(out, whole)
+    close(lse, exact)
+
+
+def test_a_length_past_the_keys_counts_as_all(device):
+    """In the definition and in every backend: where the last query stands follows from the clamped length."""
+    q, k, v = qkv(device, 5, 12, batch=2)
+    lens = torch.tensor([40, -3], dtype=torch.int32, device=device)
+    want = attention_reference(q.double(), k.double(), v.double(), causal=True, kv_lens=lens.clamp(0, 12))
+    close(attention_reference(q.double(), k.double(), v.double(), causal=True, kv_lens=lens), want)
+    close(fa.attention(q, k, v, causal=True, kv_lens=lens), want)
+
+
 def test_fp32_is_fp32(device):
     """Full precision unless torch itself was allowed TF32: a product of 24-bit numbers tells them apart."""
     q = torch.full((1, 1, 1, 16), 1 + 2**-12, device=device)

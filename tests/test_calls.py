@@ -14,6 +14,11 @@ import flashattn_lite as fa
 from flashattn_lite import arguments, calls
 
 
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 def qkv(length=7, dtype=torch.float32):
     return [torch.randn(2, 4, length, 16, dtype=dtype) for _ in range(3)]
 
@@ -69,6 +74,29 @@ def test_other_metadata_goes_through_the_door(changed, door):
     assert len(door) == 2
 
 
+def test_each_tensor_has_its_own_place_in_16_bytes():
+    """q 8 bytes off is another call than k 8 bytes off: what was compiled for an aligned k is not for this one."""
+    off = lambda x: torch.cat([x.flatten()[:2], x.flatten()])[2:].view(x.shape)
+    keys = set()
+    for moved in range(3):
+        inputs = [off(x) if i == moved else x for i, x in enumerate(qkv())]
+        assert [x.data_ptr() % 16 for x in inputs] == [8 * (i == moved) for i in range(3)]
+        keys.add(calls._key((*inputs, *(None,) * (calls.NUM_TENSORS - 3), "auto")))
+    assert len(keys) == 3
+
+
+def test_a_default_device_does_not_look_on(door):
+    """torch.set_default_device is a mode to torch, but one that no call of ours is for."""
+    inputs = qkv()
+    fa.attention(*inputs)
+    with torch.device("meta"):
+        assert not calls.watched()
+        assert fa.attention(*inputs).device.type == "cpu"
+        with Watch():
+            assert calls.watched()
+    assert len(door) == 1
+
+
 def test_what_only_looks_equal_is_still_refused():
     """1 == True and 1.0 == True, and both hash alike."""
     inputs = qkv()
@@ -109,10 +137,6 @@ def test_gradients_are_recorded_whatever_ran_before():
 
 def test_what_autograd_alone_sees_is_the_ops_derivative():
     """Recorded without the op, or with it where a mode looks on: the same bits, and no second derivatives."""
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
 
     def gradients(function):
         inputs = [x.clone().requires_grad_() for x in qkv_fixed]

@@ -39,7 +39,8 @@ REFUSED = {
              "cpu. Add or remove dimensions."),
     "integers": (call(k=K.int()), TypeError,
                  "k: dtype must be float16, bfloat16, float32 or float64; got a tensor of shape (2, 2, 7, 8), int32, on"),
-    "complex": (call(v=V + 0j), TypeError, "v: must be real; got a tensor of shape (2, 2, 7, 6), complex64, on cpu."),
+    "complex": (call(v=V + 0j), TypeError, "v: must be real; got a tensor of shape (2, 2, 7, 6), complex64, on cpu. "
+                "Split it into its real and imaginary parts."),
     "sparse": (call(k=K.to_sparse()), TypeError, "k: must be a dense strided tensor; got"),
     "dtypes": (call(k=K.half()), TypeError, "k: dtype must equal q's (float32); got a tensor of shape (2, 2, 7, 8), "
                "float16, on cpu. Cast with k.to(q.dtype)."),
@@ -67,8 +68,11 @@ REFUSED = {
     "kv_lens shape": (call(kv_lens=CU_Q), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "kv_lens kind": (call(kv_lens=[1, 2]), TypeError, "kv_lens: must be an int32 torch.Tensor; got [1, 2]."),
     "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass None for the default."),
+    "scale of float64": (call(scale=1e39), ValueError, "scale: must be finite in float32; got 1e+39."),
+    "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be finite in float32; got -1000"),
     "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
+    "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be greater than 0 in float32; got 1e-40."),
     "softcap inf": (call(softcap=float("inf")), ValueError, "softcap: must be finite; got inf."),
     "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. A mask goes into mask=."),
     "q_start": (call(q_start=1.5), TypeError, "q_start: must be an int or None; got 1.5."),
@@ -84,7 +88,11 @@ REFUSED = {
     "cu sizes": (packed(cu_seqlens_k=CU_K[[0, 2]]), ValueError, "cu_seqlens_k: must have as many entries as cu_seqlens_q "
                  "(3); got a tensor of shape (2,)"),
     "max_seqlen": (packed(max_seqlen_q=5), ValueError, "max_seqlen_q: must be at least the longest sequence (6); got 5."),
+    "max_seqlen sign": (packed(max_seqlen_k=-1), ValueError, "max_seqlen_k: must be at least 0; got -1. Pass an upper "
+                        "bound on the lengths, or None."),
+    "max_seqlen kind": (packed(max_seqlen_k=torch.tensor(9)), TypeError, "max_seqlen_k: must be an int or None; got a"),
     "packed rank": (packed(q=Q), ValueError, "q: must have 3 dimensions (total, heads, head_dim); got a tensor of shape"),
+    "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
     "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
                              "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
     "sdpa mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
@@ -103,7 +111,15 @@ REFUSED = {
     "merge lse": (lambda: fa.merge_attention([(Q, Q[..., 0].mT)]), ValueError, "parts[0]: lse must have one value per row "
                   "of out (2, 4, 5, 8); got a tensor of shape (2, 5, 4)"),
     "merge shapes": (lambda: fa.merge_attention([(Q, Q[..., 0]), (Q[:1], Q[:1, ..., 0])]), ValueError,
-                     "parts[1]: out must have the shape of parts[0]'s (2, 4, 5, 8); got a tensor of shape (1, 4, 5, 8)"),
+                     "parts[1]: out must have the shape of parts[0]'s (2, 4, 5, 8); got a tensor of shape (1, 4, 5, 8), "
+                     "float32, on cpu. Compute every part for the same queries."),
+    "merge rank": (lambda: fa.merge_attention([(Q[0, 0], Q[0, 0, :, 0])]), ValueError, "parts[0]: out must be (batch, "
+                   "heads, length, head_dim_v), or packed (total, heads, head_dim_v); got a tensor of shape (5, 8)"),
+    # As many tokens as heads do not make lse's order a matter of taste; of others it must be (heads, total).
+    "merge packed lse": (lambda: fa.merge_attention([(Q[0], Q[0, ..., 0])]), ValueError,
+                         "parts[0]: lse must have one value per row of out (4, 5, 8); got a tensor of shape (4, 5)"),
+    "merge device": (lambda: fa.merge_attention([(Q, Q[..., 0].to("meta"))]), ValueError,
+                     "parts[0]: lse must be on out's device (cpu); got a tensor of shape (2, 4, 5), float32, on meta."),
 }  # fmt: skip
 
 

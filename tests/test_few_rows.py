@@ -72,6 +72,11 @@ def test_function_transforms_of_decoding(device):
     lens = int32([300, 7, 20], device).unsqueeze(1)
     each = [fa.attention_decode(*x) for x in zip(q, k, v, lens, strict=True)]
     assert torch.equal(torch.vmap(fa.attention_decode)(q, k, v, lens), torch.stack(each))
+    table = torch.arange(3, device=device, dtype=torch.int32).view(3, 1, 1)
+    pages = [x[:, 0, :, :256].contiguous() for x in (k, v)]  # one a sequence; all see all, each by its own table
+    paged = lambda q, lens, table: fa.attention_decode(q, *pages, lens, block_table=table)
+    each = [paged(*x) for x in zip(q, lens.clamp(max=256), table, strict=True)]
+    assert torch.equal(torch.vmap(paged)(q, lens.clamp(max=256), table), torch.stack(each))
     with pytest.raises(NotImplementedError, match="attention_decode: has no gradient"):
         torch.func.grad(lambda q: fa.attention_decode(q, k[0], v[0], lens[0]).sum())(q[0])
 

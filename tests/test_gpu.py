@@ -74,6 +74,26 @@ def test_cuda_graph_with_lengths_that_change():
         assert torch.equal(out, fa.attention(q, k, v, causal=True, kv_lens=lens))
 
 
+def test_the_tensors_say_which_gpu():
+    """Not the current device: counters, streams and kernels are those of the GPU that holds q."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs that one process sees: run it by itself, without -n")
+    with torch.cuda.device(0):
+        for index in (0, 1, 0, 1):
+            q, k, v = (x.to(f"cuda:{index}") for x in qkv(length=300))
+            long = [torch.randn(1, 2, n, 64, device=q.device, dtype=q.dtype) for n in (1, 4096, 4096)]
+            full = torch.tensor([4096], dtype=torch.int32, device=q.device)
+            rows = torch.randn(2, 1 << 18, device=q.device)
+            for _ in range(2):
+                exact = attention_reference(q.double(), k.double(), v.double(), causal=True)
+                for backend in ("auto", "triton"):
+                    out = fa.attention(q, k, v, causal=True, backend=backend)
+                    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=0)  # five bfloat16 eps
+                exact = attention_reference(*(x.double() for x in long))
+                torch.testing.assert_close(fa.attention_decode(*long, full).double(), exact, atol=2e-3, rtol=0)
+                torch.testing.assert_close(fa.online_softmax(rows), rows.softmax(-1), atol=1e-8, rtol=1e-5)
+
+
 def test_no_call_waits_for_the_gpu():
     q, k, v = qkv(length=100)
     lens = torch.tensor([50, 100], dtype=torch.int32, device="cuda")

@@ -167,6 +167,12 @@ def test_autocast_casts_as_torch_does(device):
         assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), k).dtype == torch.bfloat16
 
 
+def test_meta_tensors_have_shapes():
+    x = torch.empty(2, 3, 5, 8, device="meta")
+    out = fa.scaled_dot_product_attention(x, x[:, :, :4], x[:, :, :4, :6], is_causal=True)
+    assert (out.shape, out.device.type) == ((2, 3, 5, 6), "meta")
+
+
 def test_output_keeps_the_layout_of_a_transposed_query(device):
     """(batch, length, heads, dim) storage in, the same out: a model's reshape after attention copies nothing."""
     (q,) = tensors(device, (2, 6, 3, 8))

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
-from flashattn_lite.kernels.start import Address, Starter, counters, rebased
+from flashattn_lite.kernels.start import Address, Starter, counters, on, rebased
 from flashattn_lite.kernels.tuning import HopperConfig, hopper_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -100,7 +100,7 @@ class Call:
         # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
-        self.start = Starter(attention_hopper_kernel, blocks, options, problem.device)
+        self.start = Starter(attention_hopper_kernel, blocks, options)
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
         bases = (inputs.q, inputs.k, inputs.v, out)
@@ -111,6 +111,9 @@ class Call:
         )
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        on(out.device, self._launch, inputs, out, lse)
+
+    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
 
 

@@ -22,7 +22,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Starter, rebased
+from flashattn_lite.kernels.start import Starter, on, rebased
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -85,7 +85,7 @@ class Call:
         # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
         blocks = num_m * problem.batch * problem.heads_q
-        self.start = Starter(attention_kernel, blocks, options, problem.device)
+        self.start = Starter(attention_kernel, blocks, options)
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         k, v = (rebased(self.k, inputs.k), rebased(self.v, inputs.v)) if self.tma else (inputs.k, inputs.v)
@@ -94,7 +94,7 @@ class Call:
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         if self.start.grid[0]:
-            self.start(self.arguments(inputs, out, lse))
+            on(out.device, self.start, self.arguments(inputs, out, lse))
 
 
 def plan(

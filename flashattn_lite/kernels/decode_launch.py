@@ -14,7 +14,7 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kernel
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
-from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
@@ -108,8 +108,8 @@ class Call:
         if tile.PDL:
             merge["launch_pdl"] = True
         merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-        self.partial = Starter(partial_kernel, num_m * splits * heads, partial, problem.device)
-        self.merge = Starter(merge_kernel, merges, merge, problem.device)
+        self.partial = Starter(partial_kernel, num_m * splits * heads, partial)
+        self.merge = Starter(merge_kernel, merges, merge)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
@@ -126,9 +126,11 @@ class Call:
 
     def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
         if self.merge.grid[0]:
-            partial, merge = self.arguments(inputs, table, out, lse)
-            self.partial(partial)
-            self.merge(merge)
+            on(out.device, self._launch, *self.arguments(inputs, table, out, lse))
+
+    def _launch(self, partial: tuple[Any, ...], merge: tuple[Any, ...]) -> None:
+        self.partial(partial)
+        self.merge(merge)
 
 
 def in_rows(table: Tensor) -> Tensor:

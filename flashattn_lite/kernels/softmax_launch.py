@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
-from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import RingTile, SoftmaxTile, ring_tile, softmax_tile
 from flashattn_lite.target import Target
 
@@ -276,15 +277,19 @@ class Ready:
             parts = known["m_parts_ptr"].numel()
             fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
         self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
-        self.start = Starter(launch.kernel, launch.grid[0], values, launch.args[0].device)
+        self.start = Starter(launch.kernel, launch.grid[0], values)
 
     def __call__(self, *tensors: Tensor) -> None:
+        on(tensors[0].device, self._launch, *tensors)
+
+    def _launch(self, *tensors: Tensor) -> None:
         self.start((*tensors, *self.room(tensors[0]), *self.rest))
 
 
 def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:
     """None where rows take two launches: those that lie side by side, or are very long."""
-    planned = plan(x, results, dim)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        planned = plan(x, results, dim)
     if planned is None or len(planned) > 1:
         return None
     return Ready(planned[0], 1 + len(results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,30 +14,32 @@ POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 
 
 class Starter:
-    """One kernel, grid and set of options. The first call compiles, or finds the kernel in Triton's cache.
+    """One kernel, grid and set of options, started on the current device; `on` makes it the tensors'.
 
-    Later calls go past Triton's inspection of the arguments, so every call must bring arguments of the same types,
-    compile-time values and alignments; None or a constexpr stays what it was.
+    The first call compiles, or finds the kernel in Triton's cache. Later calls go past Triton's inspection of the
+    arguments, so every call must bring arguments of the same types, compile-time values and alignments; None or a
+    constexpr stays what it was.
     """
 
-    def __init__(self, kernel: Any, blocks: int, options: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), options
-        self.index = device.index
         self.runner: Any = None
 
     def __call__(self, args: tuple[Any, ...]) -> None:
-        if torch.cuda.current_device() == self.index or self.index is None:
-            self._start(args)
-        else:
-            with torch.cuda.device(self.index):
-                self._start(args)
-
-    def _start(self, args: tuple[Any, ...]) -> None:
         if self.runner is None:
             compiled = self.kernel[self.grid](*args, **self.options)
             self.runner = compiled[self.grid]
         else:
             self.runner(*args, stream=current_stream())
+
+
+def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:
+    """launch(*args) while that GPU is the current one, which decides about streams, captures and kernels."""
+    if torch.cuda.current_device() == device.index:
+        launch(*args)
+    else:
+        with torch.cuda.device(device):
+            launch(*args)
 
 
 def current_stream() -> int:

@@ -1,0 +1,62 @@
+"""The door of attention_varlen: packed sequences and the tables of where each begins."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from flashattn_lite.arguments import QKV, check_int32, check_qkv, is_int, readable
+from flashattn_lite.errors import type_error, value_error
+
+
+def check_varlen(
+    q: object,
+    k: object,
+    v: object,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+) -> None:
+    """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens are read only on the CPU."""
+    check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if v.shape[0] != k.shape[0]:
+        raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Each key has one value.")
+    sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
+    for side, x, cu, longest in sides:
+        check_int32(f"cu_seqlens_{side}", cu, x)
+        assert isinstance(cu, Tensor)
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise value_error(f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Start it with 0.")
+        if longest is not None and not is_int(longest):
+            raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Call .item() on a tensor, once.")
+        if longest is not None and longest < 0:  # type: ignore[operator]
+            remedy = "Pass an upper bound on the lengths, or None."
+            raise value_error(f"max_seqlen_{side}", "must be at least 0", longest, remedy)
+        if readable(cu):
+            _check_cu_values(side, x, cu, longest)
+    assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise value_error(
+            "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
+            "Both describe one batch.",
+        )  # fmt: skip
+
+
+def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
+    name, total = f"cu_seqlens_{side}", x.shape[0]
+    values: list[int] = cu.tolist()
+    shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
+    if values[0] != 0:
+        raise value_error(name, "must start with 0", shown, "It holds cumulative lengths.")
+    if any(b < a for a, b in pairwise(values)):
+        raise value_error(name, "must not decrease", shown, "It holds cumulative lengths, not lengths.")
+    if values[-1] != total:
+        raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
+    if longest is not None:
+        actual = max((b - a for a, b in pairwise(values)), default=0)
+        if longest < actual:  # type: ignore[operator]
+            raise value_error(f"max_seqlen_{side}", f"must be at least the longest sequence ({actual})", longest,
+                              "Pass None to have it read.")  # fmt: skip

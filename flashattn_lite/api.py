@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -167,7 +168,7 @@ def _check_attention(
 def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | None:
     """The result, if the door knows arguments of this kind; nothing has been checked here yet."""
     q, window = tensors[0], rest[2]
-    if torch.compiler.is_compiling() or type(q) is not Tensor or q.dim() < 3 or q.shape[-1] == 0:
+    if torch.compiler.is_compiling() or type(q) is not Tensor or q.is_nested or q.dim() < 3 or q.shape[-1] == 0:
         return None
     if window is not None and (type(window) is not tuple or len(window) != 2):
         return None
@@ -219,7 +220,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     dtype = parts[0][0].dtype
     (out, lse), *others = parts
     packed = out.dim() == 3
-    acc, lse = out.to(torch.promote_types(dtype, torch.float32)), lse.to(torch.promote_types(lse.dtype, torch.float32))
+    wide = functools.reduce(torch.promote_types, (part[1].dtype for part in parts), torch.float32)
+    acc, lse = out.to(torch.promote_types(dtype, torch.float32)), lse.to(wide, copy=True)
     acc = torch.where(_rows(lse == -torch.inf, packed), 0.0, acc)
     for out_b, lse_b in others:
         acc, lse = _merge_two(acc, lse, out_b, lse_b.to(lse.dtype), packed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +23,17 @@ def check_float_tensor(name: str, x: object) -> None:
     """A dense real floating tensor of a dtype that we compute in."""
     if not isinstance(x, Tensor):
         raise type_error(name, "must be a torch.Tensor", x, "Convert it with torch.as_tensor.")
-    if x.is_nested or x.layout != torch.strided:
-        raise type_error(name, "must be a dense strided tensor", x.layout, "Call .to_dense(), or pack ragged batches.")
+    check_strided(name, x, "Call .to_dense(), or pack ragged batches.")
     if x.is_complex():
         raise type_error(name, "must be real", x, "Split it into its real and imaginary parts.")
     if x.dtype not in FLOAT_DTYPES:
         raise type_error(name, "dtype must be float16, bfloat16, float32 or float64", x, "Cast it first.")
+
+
+def check_strided(name: str, x: Tensor, remedy: str = "Call .to_dense().") -> None:
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested one" if x.is_nested else x.layout
+        raise type_error(name, "must be a dense strided tensor", kind, remedy)
 
 
 def readable(x: Tensor) -> bool:
@@ -109,8 +116,8 @@ def check_options(
     causal: object,
     q_start: object,
     window: object,
-    scale: object,
-    softcap: object,
+    scale: Any,
+    softcap: Any,
 ) -> None:
     """The plain-number options."""
     if not isinstance(causal, bool):
@@ -121,13 +128,13 @@ def check_options(
     for name, x in (("scale", scale), ("softcap", softcap)):
         if x is None:
             continue
-        if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
+        if not is_number(x):
             raise type_error(name, "must be a float or None", x, "Call .item() on a tensor of one element.")
         if not -math.inf < x < math.inf:
             raise value_error(name, "must be finite", x, "Pass None for the default.")
         if isinstance(x, (int, float)) and abs(x) > FLOAT32.max / 2:  # kernels take it in units of log2
             raise value_error(name, "must be finite in float32", x, "Pass None for the default.")
-    if softcap is not None and not softcap > 0:  # type: ignore[operator]
+    if softcap is not None and not softcap > 0:
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if isinstance(softcap, (int, float)) and softcap < FLOAT32.tiny:
         raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
@@ -153,14 +160,13 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         return
     if not isinstance(mask, Tensor):
         raise type_error(name, "must be a torch.Tensor or None", mask, "Convert it with torch.as_tensor.")
-    if mask.is_nested or mask.layout != torch.strided:
-        raise type_error(name, "must be a dense strided tensor", mask.layout, "Call .to_dense().")
+    check_strided(name, mask)
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise type_error(name, "dtype must be bool (True = visible) or a float that is added", mask, "Cast it first.")
     _check_device(name, mask, q)
     full = (q.shape[0], q.shape[1], q.shape[2], len_k)
     fits = mask.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
+        have == 1 or have == want for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     )
     if not fits:
         raise value_error(
@@ -190,6 +196,7 @@ def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
 def check_int32(name: str, x: object, like: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise type_error(name, "must be an int32 torch.Tensor", x, "torch.tensor(..., dtype=torch.int32).")
+    check_strided(name, x)
     if x.dtype != torch.int32:
         raise type_error(name, "dtype must be int32", x, "Cast it: .to(torch.int32).")
     _check_device(name, x, like)
@@ -198,6 +205,11 @@ def check_int32(name: str, x: object, like: Tensor) -> None:
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")
+
+
+def is_number(x: object) -> bool:
+    """A real number of Python, of a compiler that traces, or of NumPy."""
+    return isinstance(x, (int, float, torch.SymFloat, torch.SymInt, Real)) and not isinstance(x, bool)
 
 
 def is_int(x: object) -> bool:

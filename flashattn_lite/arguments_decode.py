@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv, readable
+from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv, check_strided, readable
 from flashattn_lite.errors import type_error, value_error
 
 NAMES = ("q", "k_cache", "v_cache")
@@ -53,6 +53,7 @@ def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
     name = "block_table"
     if not isinstance(table, Tensor):
         raise type_error(name, "must be an int32 torch.Tensor or None", table, "torch.tensor(..., dtype=torch.int32).")
+    check_strided(name, table)
     if table.dtype != torch.int32:
         raise type_error(name, "dtype must be int32", table, "Cast it: .to(torch.int32).")
     if table.device != q.device:

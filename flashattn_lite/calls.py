@@ -128,8 +128,8 @@ def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
 
 def ordinary(args: Arguments) -> bool:
     """No compiler, mode or transform looks on, and no length has to be read from the GPU first."""
-    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 1]
-    return plain(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and longest is None)
+    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 2 : -1]
+    return plain(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and None in longest)
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:
@@ -171,11 +171,11 @@ def looks_on(mode: Any) -> bool:
 
 
 def under_grad() -> bool:
-    """torch.func.grad, vjp or jacrev is the innermost transform."""
+    """torch.func.grad, vjp or jacrev is active, with or without a vmap inside of it."""
     if torch.compiler.is_compiling():
         return False
     try:
-        inner = torch._C._functorch.peek_interpreter_stack()
-        return inner is not None and inner.key() == torch._C._functorch.TransformType.Grad
+        kind = torch._C._functorch.TransformType.Grad
+        return any(transform.key() == kind for transform in torch._C._functorch.get_interpreter_stack() or ())
     except AttributeError:  # a torch that names these otherwise: the op, which says what it can't do
         return False

@@ -19,7 +19,7 @@ def show(value: object) -> str:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a tensor of shape {tuple(value.shape)}, {dtype}, on {value.device}"
-    if isinstance(value, torch.dtype):
+    if isinstance(value, (torch.dtype, torch.layout)):
         return str(value).removeprefix("torch.")
     if isinstance(value, (torch.device, torch.Size)):
         return str(tuple(value)) if isinstance(value, torch.Size) else str(value)

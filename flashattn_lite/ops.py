@@ -49,6 +49,9 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
+    for name in ("q_start", "window_left", "window_right"):  # its 64-bit integers; the kernels clamp much earlier
+        at = NUM_TENSORS + OPTION_NAMES.index(name)
+        given[at] = max(-(2**62), min(2**62, given[at])) if isinstance(given[at], int) else given[at]
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
         return Recorded.apply(None, *args) if calls.under_grad() else attention(*args)

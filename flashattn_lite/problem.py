@@ -78,7 +78,7 @@ class AttentionProblem:
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
-        return self.heads_q // self.heads_kv
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
 
 
 def clamp_diagonal(diagonal: int) -> int:

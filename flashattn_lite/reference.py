@@ -152,7 +152,8 @@ def attention_reference(
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None and mask.dtype != torch.bool:
-        s = s + mask.to(dtype)
+        cast, largest = mask.to(dtype), torch.finfo(dtype).max  # what is finite stays finite
+        s = s + torch.where(mask.abs() == math.inf, cast, cast.clamp(-largest, largest))
     s = s.masked_fill(~seen, -math.inf)
 
     sink = s.new_full(s.shape[1:2], -math.inf) if sinks is None else sinks.to(dtype)  # a sink of -inf is no sink

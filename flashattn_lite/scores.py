@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashattn_lite.state import LOG2E
 
-LOWEST = -3.4028234663852886e38  # the lowest finite float32
+LOWEST, HIGHEST = -3.4028234663852886e38, 3.4028234663852886e38  # finite float32
 
 
 def to_log2(s: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -41,5 +41,6 @@ def add_mask(s: Tensor, mask: Tensor) -> Tensor:
 
     A finite mask stays finite: float32's lowest number means "far below everything", not "invisible".
     """
-    bias = (mask.to(s.dtype) * LOG2E).clamp_min(LOWEST)  # clamp keeps NaN
+    bias = (mask.to(s.dtype) * LOG2E).clamp(LOWEST, HIGHEST)  # clamp keeps NaN
+    bias = torch.where(mask == torch.inf, torch.inf, bias)
     return torch.where(mask == -torch.inf, -torch.inf, s + bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ def _recall(
     """The result, if the door knows a call of this kind that needs no broadcasting; nothing has been checked yet."""
     if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
         return None
+    if query.is_nested or key.is_nested or value.is_nested:  # whose shape can't be asked for
+        return None
     if not query.dim() == key.dim() == value.dim() == 4 or query.shape[-1] == 0:
         return None
     plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0.0 and type(is_causal) is bool
@@ -99,8 +102,8 @@ def _recall(
     return None if done is None else done[0]
 
 
-def _check_options(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa: object) -> None:
+    if not arguments.is_number(dropout_p):
         raise type_error("dropout_p", "must be a float", dropout_p, "Pass 0.0 for no dropout.")
     if not 0 <= dropout_p <= 1:
         raise value_error("dropout_p", "must be between 0 and 1", dropout_p, "Pass 0.0 for no dropout.")
@@ -122,8 +125,7 @@ def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> Non
         raise value_error("attn_mask", "must be None when is_causal is True", attn_mask, remedy)
     if not isinstance(attn_mask, Tensor):
         raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, "Convert it with torch.as_tensor.")
-    if attn_mask.is_nested or attn_mask.layout != torch.strided:
-        raise type_error("attn_mask", "must be a dense strided tensor", attn_mask.layout, "Call .to_dense().")
+    arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         dtype = str(query.dtype).removeprefix("torch.")
         raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", attn_mask, "Cast it first.")
@@ -176,7 +178,7 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 
 def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     fits = mask.dim() <= len(full) and all(
-        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
+        have == 1 or have == want for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
     )
     if not fits:
         relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
@@ -207,10 +209,11 @@ def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:
         return x
     if len(lead) == 0:
         return x.unsqueeze(0)
-    try:
-        return x.view(math.prod(lead), *x.shape[-3:])
-    except RuntimeError:
+    # Asked of the strides: a view that fails raises one thing here, another for fake tensors, and ends a compiler.
+    outer = [(size, step) for size, step in zip(lead, x.stride(), strict=False) if size != 1]
+    if x.numel() and any(step != size * inner for (_, step), (size, inner) in pairwise(outer)):
         return None
+    return x.view(math.prod(lead), *x.shape[-3:])
 
 
 def _flatten_mask(mask: Tensor, lead: torch.Size) -> Tensor | None:

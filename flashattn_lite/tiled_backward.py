@@ -9,6 +9,8 @@ With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O) - d_lse, a tile of
 A row is bad if its q, d_out, lse or delta is not finite, a key if its k or v is not. Bad rows and keys enter products
 as zeros, and every gradient that a visible pair with a bad member would enter is NaN. So nothing leaks through 0 * NaN,
 and no step waits for a value on a GPU.
+
+Where a float32 lse says too little about m + log l, P = exp(S - m) / l, both taken anew (`Rows.count`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor
 
 # Scores of one tile over all its slots: 4 MiB of float32, on a GPU 128 MiB (fewer launches).
 SCORES = {"cpu": 2**20, "cuda": 2**25}
+COARSE = 256.0  # of |lse| in log2 units: P is then off by 1e-5, relative, where lse has half an ulp to hide
 
 
 def tile_of(problem: AttentionProblem, len_q: int, len_k: int) -> TileShape:
@@ -70,11 +73,11 @@ def backward(
                     chunk.add(tile, *rows)
                 chunk.store()
     dq, dk, dv, dmask, dsinks = grads
-    if dmask is not None and inputs.mask is not None:
-        dmask = dmask.to(inputs.mask.dtype)
-    if dsinks is not None and inputs.sinks is not None:
-        dsinks = dsinks.to(inputs.sinks.dtype)
-    return dq, dk, dv, dmask, dsinks
+    return dq, dk, dv, _cast(dmask, inputs.mask), _cast(dsinks, inputs.sinks)
+
+
+def _cast(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return grad if grad is None or x is None else grad.to(x.dtype)
 
 
 class Chunk:
@@ -99,6 +102,8 @@ class Chunk:
     def add(self, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> None:
         """One row tile: completes its dq, adds to the rest."""
         rows = Rows(self, tile, out, lse, d_out, d_lse)
+        if (coarse := rows.coarse()) is not None:
+            rows.count(coarse)
         if self.dsinks is not None:
             self.add_sinks(rows)
         dq = rows.q.new_zeros(rows.q.shape, dtype=self.wide)
@@ -123,6 +128,8 @@ class Chunk:
             slope = 1 - (s / (self.problem.softcap * LOG2E)).square_()
         s = s if whole else rows.tile.hide_(s, n)
         p = state.exp2_(s.sub_(rows.lse.unsqueeze(-1)))
+        if rows.inv_l is not None:
+            p.mul_(rows.inv_l.unsqueeze(-1))
         if n.start not in self.sums:
             self.sums[n.start] = n, torch.zeros_like(k, dtype=self.wide), torch.zeros_like(v, dtype=self.wide)
         _, dk, dv = self.sums[n.start]
@@ -166,9 +173,7 @@ class Chunk:
     def add_sinks(self, rows: Rows) -> None:
         """A sink is one more key with value 0: its dS is -p * delta."""
         assert self.dsinks is not None
-        assert self.seq.sinks is not None
-        sinks = rows.tile.packed(self.seq.sinks).to(self.wide) * LOG2E
-        ds = -state.exp2(sinks - rows.true_lse) * rows.true_delta
+        ds = -rows.sink_weight() * rows.true_delta
         self.dsinks.view(self.seq.heads)[self.tile.h] += ds.view(rows.tile.shape).sum((0, 3))
 
     def store(self) -> None:
@@ -189,7 +194,8 @@ class Rows:
     def __init__(
         self, chunk: Chunk, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> None:
-        self.tile, wide = tile, chunk.wide
+        self.chunk, self.tile, wide = chunk, tile, chunk.wide
+        self.inv_l: Tensor | None = None
         q, d_out_tile = tile.packed(chunk.seq.q), tile.packed(d_out)
         delta = (d_out_tile.to(wide) * tile.packed(out).to(wide)).sum(-1)
         if d_lse is not None:
@@ -205,6 +211,41 @@ class Rows:
             self.lse = self.lse.masked_fill(self.bad, torch.inf)
             self.delta = delta.masked_fill(self.bad, 0.0)
         self.q, self.d_out = operand(q, chunk.narrow), operand(d_out_tile, chunk.narrow)
+
+    def coarse(self) -> Tensor | None:
+        """[slots, rows] those whose lse, a float32, says m + log2 l less well than P needs it; None: there is none.
+
+        A float mask can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64.
+        """
+        problem = self.chunk.problem
+        large = (self.true_lse.abs() > COARSE) & torch.isfinite(self.true_lse)
+        if problem.dtype == torch.float64:
+            return torch.ones_like(large)
+        some = bool(large.any()) if problem.device.type == "cpu" else problem.features.mask == "float"
+        return large if some else None
+
+    def count(self, coarse: Tensor) -> None:
+        """Takes m and 1 / l of these rows anew, from the scores that the gradients are made of, in place of lse."""
+        chunk, problem = self.chunk, self.chunk.problem
+        m_i = self.true_lse.new_full(self.true_lse.shape, state.EMPTY_M)
+        l_i = torch.zeros_like(m_i)
+        if chunk.seq.sinks is not None:
+            m_i, l_i = state.single(self.sinks())
+        for n, whole in self.tile.visited():
+            s = to_log2(product(self.q, chunk.keys(chunk.seq.k, n).mT), problem.scale, problem.softcap)
+            m_i, l_i, _, _ = state.update(m_i, l_i, s if whole else self.tile.hide_(s, n), 1.0)
+        coarse = coarse & ~self.bad
+        self.lse = torch.where(coarse, state.reference(m_i), self.lse)
+        self.inv_l = torch.where(coarse, state.finish(m_i, l_i)[0], 1.0)
+
+    def sinks(self) -> Tensor:
+        assert self.chunk.seq.sinks is not None
+        return self.tile.packed(self.chunk.seq.sinks).to(self.chunk.wide) * LOG2E
+
+    def sink_weight(self) -> Tensor:
+        """P of the sink; of a bad row what its lse says, which may be NaN."""
+        p = state.exp2(self.sinks() - torch.where(self.bad, self.true_lse, self.lse))
+        return p if self.inv_l is None else p * self.inv_l
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

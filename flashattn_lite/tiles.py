@@ -125,8 +125,9 @@ def fit(problem: AttentionProblem, len_q: int, len_k: int, *, scores: int, rows:
     Short queries take wider key tiles. So rows and keys are functions of len_q too, but never of the batch or of len_k.
     On the CPU a product of one slot runs another algorithm, with other bits: two slots at least.
     """
-    rows_per_head = max(1, min(len_q, rows // problem.group))
-    packed = rows_per_head * problem.group
+    group = max(1, problem.group)
+    rows_per_head = max(1, min(len_q, rows // group))
+    packed = rows_per_head * group
     whole = rows * keys
     while 2 * packed * keys <= whole and keys < 4096:
         keys *= 2

@@ -187,6 +187,27 @@ def test_a_length_past_the_keys_counts_as_all(device):
     close(fa.attention(q, k, v, causal=True, kv_lens=lens), want)
 
 
+def test_merged_parts_share_no_memory(device):
+    q, k, v = qkv(device, 3, 4)
+    out, lse = fa.attention(q, k, v, return_lse=True)
+    merged, merged_lse = fa.merge_attention([(out, lse)])
+    assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+    merged_lse.zero_(), merged.zero_()
+    assert lse.any() and out.any()
+
+
+def test_finite_masks_stay_finite(device):
+    """Also those that float32 can't hold, in either direction, and in the definition."""
+    q, k, v = qkv(device, 5, 7)
+    lowest = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64, device=device)
+    mean = v.mean(2, keepdim=True).expand(-1, 2, 5, -1)
+    close(fa.attention(q, k, v, mask=lowest), mean)
+    close(attention_reference(q, k, v, mask=lowest), mean)
+    highest = torch.zeros(5, 7, device=device)
+    highest[:, 1] = torch.finfo(torch.float32).max
+    assert torch.equal(fa.attention(q, k, v, mask=highest), v[:, :, 1:2].expand(-1, 2, 5, -1))
+
+
 def test_fp32_is_fp32(device):
     """Full precision unless torch itself was allowed TF32: a product of 24-bit numbers tells them apart."""
     q = torch.full((1, 1, 1, 16), 1 + 2**-12, device=device)

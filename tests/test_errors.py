@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -32,6 +34,9 @@ def sdpa(**changes):
 
 
 # (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
+with warnings.catch_warnings(action="ignore"):  # torch: a prototype
+    NESTED = torch.nested.nested_tensor([Q[0], Q[1, :, :3]])
+
 REFUSED = {
     "not a tensor": (call(q=[1.0]), TypeError, "q: must be a torch.Tensor; got [1.0]. Convert it with torch.as_tensor."),
     "rank": (call(q=Q[0]), ValueError,
@@ -70,6 +75,10 @@ REFUSED = {
     "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass None for the default."),
     "scale of float64": (call(scale=1e39), ValueError, "scale: must be finite in float32; got 1e+39."),
     "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be finite in float32; got -1000"),
+    "q nested": (call(q=NESTED), TypeError, "q: must be a dense strided tensor; "
+                 "got 'a nested one'. Call .to_dense(), or pack ragged batches."),
+    "kv_lens sparse": (call(kv_lens=torch.tensor([1, 2], dtype=torch.int32).to_sparse()), TypeError,
+                       "kv_lens: must be a dense strided tensor; got sparse_coo. Call .to_dense()."),
     "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
     "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be greater than 0 in float32; got 1e-40."),
@@ -92,6 +101,8 @@ REFUSED = {
                         "bound on the lengths, or None."),
     "max_seqlen kind": (packed(max_seqlen_k=torch.tensor(9)), TypeError, "max_seqlen_k: must be an int or None; got a"),
     "packed rank": (packed(q=Q), ValueError, "q: must have 3 dimensions (total, heads, head_dim); got a tensor of shape"),
+    "sdpa nested": (sdpa(query=NESTED), TypeError,
+                    "query: must be a dense strided tensor; got 'a nested one'."),
     "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
     "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
                              "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),

@@ -119,7 +119,7 @@ def test_merge_is_differentiable_also_where_both_parts_are_empty():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_function_transforms(causal):
-    """torch.func.grad, vjp, jacrev, vmap, and vmap of grad: what autograd and a loop give."""
+    """torch.func.grad, vjp, jacrev, vmap, vmap of grad and grad of vmap: what autograd and a loop give."""
     q, k, v = (torch.randn(3, 1, 2, 5, 8) for _ in range(3))
     loss = lambda q, k, v: fa.attention(q, k, v, causal=causal, return_lse=True)[0].square().sum()
     exact = lambda q, k, v: attention_reference(q, k, v, causal=causal).square().sum()
@@ -138,6 +138,8 @@ def test_function_transforms(causal):
     torch.testing.assert_close(
         torch.vmap(torch.func.grad(loss, every))(q, k, v), tuple(map(torch.stack, zip(*each, strict=True)))
     )
+    many = torch.func.grad(lambda *inputs: torch.vmap(loss)(*inputs).sum(), every)
+    torch.testing.assert_close(many(q, k, v), tuple(map(torch.stack, zip(*each, strict=True))))
     with pytest.raises(NotImplementedError, match="no gradients of their own"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q, k[0], v[0]).sum())(q[0])
     with pytest.raises(NotImplementedError, match="q: forward-mode"):

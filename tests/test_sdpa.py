@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,40 @@ def test_autocast_casts_as_torch_does(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = ours(q, k.bfloat16(), k)
         assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), k).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", ["transposed", "keys broadcast", "mask broadcasts over a part"])
+def test_leading_dims_that_no_view_joins(device, case, compiled):
+    """In one graph too, where a view that fails is the end."""
+    x = [torch.randn(2, 3, 2, n, 8, device=device) for n in (5, 7, 7)]
+    mask = None
+    if case == "transposed":
+        x = [y.transpose(0, 1) for y in x]
+    elif case == "keys broadcast":
+        x = [x[0][:, :1], x[1][:1], x[2][0, 0]]
+    else:
+        mask = torch.randn(1, 3, 2, 5, 7, device=device)
+    ours = fa.scaled_dot_product_attention
+    if compiled:
+        ours = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(ours(*x, attn_mask=mask), theirs(*x, attn_mask=mask), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 0, 3, 4)] * 3, [(2, 0, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4)]], ids=["none", "q"])
+def test_no_heads(device, shapes):
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+    out = fa.attention(q, k, v)
+    assert out.shape == (2, 0, 3, 4)
+    assert fa.explain(q, k, v).backend
+    out.sum().backward()
+    assert not k.grad.any()
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = torch.randn(1, 2, 5, 8)
+    got = fa.scaled_dot_product_attention(x, x, x, scale=np.float32(0.3), dropout_p=np.float32(0))
+    assert torch.equal(got, fa.scaled_dot_product_attention(x, x, x, scale=float(np.float32(0.3))))
 
 
 def test_meta_tensors_have_shapes():

@@ -132,7 +132,7 @@ def test_compiles_without_a_graph_break(device: torch.device, dynamic: bool) -> 
 
 @pytest.mark.parametrize("dim", [0, -1])
 def test_function_transforms(dim: int) -> None:
-    """torch.func.grad, jacrev, grad of grad, vmap and vmap of grad: what torch's own softmax gives."""
+    """torch.func.grad, jacrev, grad of grad, vmap, vmap of grad and grad of vmap: what torch's own softmax gives."""
     x = torch.randn(3, 4, 5, dtype=torch.float64)
     weights = torch.randn(4, 5, dtype=torch.float64)
 
@@ -152,4 +152,6 @@ def test_function_transforms(dim: int) -> None:
         ):
             torch.testing.assert_close(change(ours)(x[0]), change(theirs)(x[0]), atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(torch.vmap(change(ours))(x), torch.vmap(change(theirs))(x), atol=1e-6, rtol=1e-5)
+            inside = lambda f: change(torch.vmap(f))  # noqa: B023
+            torch.testing.assert_close(inside(ours)(x), inside(theirs)(x), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(torch.vmap(ours, in_dims=2)(x.movedim(0, 2)), torch.vmap(theirs)(x))

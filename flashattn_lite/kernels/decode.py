@@ -171,7 +171,9 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(states[0] + at, m_i, mask=offs_r < rows)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    tl.store(ptrs, acc, mask=(offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :])
+    # To be kept in L2 until the merge has read it, while K and V run through.
+    wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
+    tl.store(ptrs, acc, mask=wanted, eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "heads", "len_q", "max_k", "diag_lo",
@@ -250,7 +252,8 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
     l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
     acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    acc_p = tl.load(acc_ptrs, mask=written[:, None] & exists, other=0.0)  # [LANES, COLUMNS]
+    wanted = written[:, None] & exists
+    acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [LANES, COLUMNS]
     # The splits are the scores of one more softmax, whose weights are theirs.
     empty = tl.full([1], EMPTY_M, tl.float32)
     m_i, _l, _alpha, weights = update(empty, empty, m_p[None, :], 1.0)  # [1], [1, LANES]

@@ -98,7 +98,7 @@ def gqa_is_repeated_kv(attention: Attention, case: Case) -> None:
     _agree(run(attention, repeated), run(attention, case), case)
 
 
-@needs()
+@needs("strides")
 def strides_are_irrelevant(attention: Attention, case: Case) -> None:
     """The same numbers, contiguous."""
     _agree(run(attention, case.contiguous()), run(attention, case), case)

@@ -23,7 +23,7 @@ def keys_outside_the_window_are_irrelevant(attention: Attention, case: Case) -> 
     _ignores_unseen(attention, case.replace(window=window), garbage=-2.0)
 
 
-@needs()
+@needs("poison")
 def unseen_nan_never_shows(attention: Attention, case: Case) -> None:
     """NaN and inf in keys that a row does not see leave its bits alone."""
     for garbage in (math.nan, math.inf):

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.state import LOG2E
 
-LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
+HIGHEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # finite float32
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def add_mask(s, mask):
 
     A finite mask stays finite: float32's lowest number means "far below everything", not "invisible".
     """
-    mask = mask.to(tl.float32)
-    bias = mask * LOG2E
-    bias = tl.where(bias < LOWEST, LOWEST, bias)  # not tl.maximum, which would lose a NaN
+    bias = mask.to(tl.float32) * LOG2E
+    bias = tl.where(bias < -HIGHEST, -HIGHEST, bias)  # not tl.maximum, which would lose a NaN
+    bias = tl.where((bias > HIGHEST) & (mask < float("inf")), HIGHEST, bias)
     return tl.where(mask == float("-inf"), float("-inf"), s + bias)

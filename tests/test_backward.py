@@ -1,0 +1,50 @@
+"""Gradients where a float32 lse says too little: masks far below every score, and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def qkv(device, dtype, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 16))
+    return [(torch.randn(s, generator=generator, dtype=torch.float64) * scale).to(device, dtype) for s in shapes]
+
+
+def gradients(function, tensors, d_out, **options):
+    tensors = [x.clone().requires_grad_() for x in tensors]
+    return torch.autograd.grad((function(*tensors, **options) * d_out).sum(), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lowest", [LOWEST, -1e30])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_rows_whose_keys_all_have_a_mask_far_below(device, lowest, dtype, sinks):
+    """A padded row in a model: it averages V, and so does its gradient, though log l is lost in lse."""
+    tensors = qkv(device, dtype)
+    mask = torch.zeros(2, 1, 9, 11, device=device)
+    mask[0, :, :, 7:] = lowest
+    mask[1, :, 3] = lowest
+    options = {"sinks": torch.tensor([-1.0, -1e30, -1e30, 0.5], device=device).to(dtype)} if sinks else {}
+    d_out = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    got = gradients(fa.attention, tensors, d_out, mask=mask, **options)
+    exact = {name: x.double() for name, x in options.items()}
+    wanted = gradients(attention_reference, [x.double() for x in tensors], d_out.double(), mask=mask, **exact)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-6 if lowest == LOWEST else 1e-12}[dtype]
+    for ours, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_gradients_of_float64_are_float64(device):
+    """Also of scores in the hundreds, of whose lse a float32 keeps five digits behind the point."""
+    tensors = qkv(device, torch.float64, scale=8.0)
+    d_out = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    wanted = gradients(attention_reference, tensors, d_out, causal=True)
+    for ours, want in zip(gradients(fa.attention, tensors, d_out, causal=True), wanted, strict=True):
+        torch.testing.assert_close(ours, want, atol=1e-10, rtol=1e-10)

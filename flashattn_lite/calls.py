@@ -44,13 +44,15 @@ def problem_of(args: tuple[Any, ...]) -> tuple[Inputs, AttentionProblem]:
 
 
 def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory: what follows needs no copy."""
+    """(out, lse) to be filled. out keeps the order of q's heads and rows in memory: what follows needs no copy.
+
+    Packed: contiguous. Rows that no sequence covers are the backend's to fill too, as rows that see nothing.
+    """
     q, dim_v = inputs.q, problem.head_dim_v
     if problem.features.varlen:
-        # Rows that no sequence covers are nobody's to write: they hold the result of a row that sees nothing.
         total = q.shape[0]
-        out = q.new_zeros(total, problem.heads_q, dim_v)
-        return out, q.new_full((problem.heads_q, total), float("-inf"), dtype=torch.float32)
+        lse = q.new_empty(problem.heads_q, total, dtype=torch.float32)
+        return q.new_empty(total, problem.heads_q, dim_v), lse
     batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
     lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
     if q.stride(1) < q.stride(2):

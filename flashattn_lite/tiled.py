@@ -45,6 +45,9 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
     """Fills out (the layout and dtype of q) and lse (float32, natural log); both may have any strides."""
     if lse.numel() == 0:
         return
+    if problem.features.varlen:  # rows that no sequence covers
+        out.zero_()
+        lse.fill_(-torch.inf)
     with as_written(problem.device):
         for seq in sequences(problem, inputs):
             shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])

@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.offline import GPUS, Usage, attention_plan, compiled, usage  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_launch  # noqa: E402
+from flashattn_lite.kernels import attention_launch, uncovered  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -24,6 +24,15 @@ CASES = {
     "float32": (64, 64, torch.float32, {"causal": True}),
     "odd": (33, 1, torch.float16, {"scale": -0.5}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_fills_uncovered_rows_compiles(gpu):
+    plan = lambda problem, inputs, out, lse, target: uncovered.plan(problem, inputs, out, lse)
+    kernel = compiled(gpu, attention_plan(plan, gpu, 128, 128, torch.bfloat16, varlen=True))
+    assert "uncovered_kernel" in kernel.asm["amdgcn" if gpu == "gfx942" else "ptx"]
+    if gpu != "gfx942":
+        assert usage(kernel).stack == 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
 from flashattn_lite.kernels.start import Address, Starter, counters, on, rebased
 from flashattn_lite.kernels.tuning import HopperConfig, hopper_tile, padded
+from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
@@ -79,6 +80,7 @@ class Call:
         config = config or hopper_tile(problem)
         self.problem, self.tile = problem, tile_of(problem, config)
         tile, packed = self.tile, problem.features.varlen
+        self.uncovered = Uncovered(problem, inputs) if packed else None
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
         num_m = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
         num_tiles = num_m * problem.batch * heads
@@ -114,6 +116,8 @@ class Call:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        if self.uncovered:
+            self.uncovered(inputs, out, lse)
         self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
 
 

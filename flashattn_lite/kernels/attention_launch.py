@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import (
@@ -24,6 +25,7 @@ from flashattn_lite.kernels.operands import (
 )
 from flashattn_lite.kernels.start import Starter, on, rebased
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
+from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
@@ -68,6 +70,7 @@ class Call:
         self.problem = problem
         q, k, v = inputs.q, inputs.k, inputs.v
         packed = problem.features.varlen
+        self.uncovered = Uncovered(problem, inputs) if packed else None
         self.tma = has_tma(target) and takes_tma(k) and takes_tma(v)
         self.tile = tile = tile_of(problem, target, config, self.tma)
         num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
@@ -93,6 +96,8 @@ class Call:
         return inputs.q, k, v, out, lse, *self.numbers, scores, self.problem.features, self.tile
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        if self.uncovered:
+            on(out.device, self.uncovered, inputs, out, lse)
         if self.start.grid[0]:
             on(out.device, self.start, self.arguments(inputs, out, lse))
 
@@ -151,7 +156,10 @@ def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tenso
         interpret(replace(problem, dtype=torch.float32), wide, out_wide, lse, target)
         out.copy_(out_wide)
         return
-    kernel, grid, args, kwargs = plan(problem, inputs, out, lse, target)
-    if grid[0]:
-        with numpy_errors_off():
-            kernel[grid](*args, **kwargs)
+    plans = [plan(problem, inputs, out, lse, target)]
+    if problem.features.varlen:
+        plans.insert(0, uncovered.plan(problem, inputs, out, lse))
+    for kernel, grid, args, kwargs in plans:
+        if grid[0]:
+            with numpy_errors_off():
+                kernel[grid](*args, **kwargs)

@@ -1,0 +1,69 @@
+"""What rows of packed tensors hold that no sequence covers: 0, and -inf in lse. One launch, which mostly only looks.
+
+One program owns ROWS rows and asks every sequence whether it has them, whatever the table holds. To fill all of out
+before attention is written over it took as long as a tenth of short sequences' attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn_lite.kernels.device.bounds import clamp_sequence
+from flashattn_lite.kernels.operands import contiguous
+from flashattn_lite.kernels.start import Starter
+from flashattn_lite.problem import AttentionProblem, Inputs
+
+ROWS, SEQUENCES, COLUMNS = 128, 64, 32  # of a program; that it asks at a time; that it writes at a time
+
+
+@triton.jit(do_not_specialize=["batch", "longest", "total", "heads", "width"])
+def uncovered_kernel(out_ptr, lse_ptr, cu_ptr, batch, longest, total, heads, width, ROWS: tl.constexpr,
+                     SEQUENCES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    covered = tl.zeros([ROWS], tl.int32)
+    for first in range(0, batch, SEQUENCES):
+        b = first + tl.arange(0, SEQUENCES)
+        begin = tl.load(cu_ptr + b, mask=b < batch, other=0)
+        start, length = clamp_sequence(begin, tl.load(cu_ptr + b + 1, mask=b < batch, other=0), total)
+        length = tl.minimum(length, longest)
+        at = offs_r[:, None] - start[None, :]
+        covered = tl.maximum(covered, tl.max(((at >= 0) & (at < length[None, :])).to(tl.int32), 1))
+    bare = (offs_r < total) & (covered == 0)
+    if tl.max(bare.to(tl.int32), 0) > 0:
+        zero = tl.zeros([ROWS, COLUMNS], out_ptr.dtype.element_ty)
+        rows = offs_r.to(tl.int64) * width
+        for first in range(0, width, COLUMNS):
+            offs_c = first + tl.arange(0, COLUMNS)
+            tl.store(out_ptr + rows[:, None] + offs_c[None, :], zero, mask=bare[:, None] & (offs_c < width)[None, :])
+        for h in range(heads):
+            nothing = tl.full([ROWS], float("-inf"), tl.float32)
+            tl.store(lse_ptr + tl.cast(h, tl.int64) * total + offs_r, nothing, mask=bare)
+
+
+class Uncovered:
+    """The launch for a packed problem: `uncovered(inputs, out, lse)` before attention writes its rows."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs) -> None:
+        total, width = inputs.q.shape[0], problem.heads_q * problem.head_dim_v
+        self.numbers = (problem.batch, problem.len_q, total, problem.heads_q, width, ROWS, SEQUENCES, COLUMNS)
+        self.start = Starter(uncovered_kernel, triton.cdiv(total, ROWS), {"num_warps": 4})
+
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """out (total, Hq, Dv) and lse (Hq, total) are contiguous."""
+        return out, lse, contiguous(inputs.cu_seqlens_q), *self.numbers
+
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        if self.start.grid[0]:
+            self.start(self.arguments(inputs, out, lse))
+
+
+def plan(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """(kernel, grid, args, kwargs) of one launch, to look at, to compile or to interpret."""
+    call = Uncovered(problem, inputs)
+    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse), call.start.options

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.progress import Progress
-from benchmarks.provenance import DTYPES, RESULTS, row_provenance, write_rows
+from benchmarks.provenance import DTYPES, RESULTS, results_of, row_provenance, write_rows
 from benchmarks.providers import PROVIDERS, Call, Provider, importable, in_a_line
 from benchmarks.timing import Timing, median, sustained
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 16384])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "attention.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/attention.csv")
     parser.add_argument("--profile", nargs="?", const="sm_90", metavar="GPU",
                         help="what our kernels take of that GPU (default sm_90), from an offline compile")  # fmt: skip
     options = parser.parse_args(argv)
@@ -111,10 +111,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for length in options.lengths
     ]  # fmt: skip
     if options.profile:
-        profile_cells(options.profile, cells, options.out.with_stem(options.out.stem + "_profile"))
+        out = options.out or RESULTS / "h200" / "attention.csv"  # whatever GPU is here: none is asked
+        profile_cells(options.profile, cells, out.with_stem(out.stem + "_profile"))
         return
     if not torch.cuda.is_available():
         parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")
+    out = options.out or results_of() / "attention.csv"
     providers, missing = importable({name: PROVIDERS[name] for name in options.providers})
     torch.manual_seed(0)
     provenance = row_provenance("cuda")
@@ -136,10 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += rows_of(cell, flop, name, timing, error)
             rows += [{**cell, "provider": n, "metric": "absent", "median": why} for n, why in absent.items()]
             print_cell(cell, done, flop)
-            write_rows(options.out, rows)
+            write_rows(out, rows)
     for name, why in missing.items():
         print(f"absent: {name}: {why}")
-    print(f"rows: {options.out}")
+    print(f"rows: {out}")
 
 
 def profile_cells(gpu: str, cells: list[tuple[str, int, bool, int]], out: Path) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashattn_lite
-from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.provenance import results_of, row_provenance, write_rows
 
 THREADS = 2
 SHAPES = [(1, 8, length, 64) for length in (1024, 2048, 4096, 8192)] + [(32, 8, 128, 32)]  # batch, heads, length, dim
@@ -89,7 +89,9 @@ def measure_all(shapes: list[tuple[int, int, int, int]]) -> Iterator[dict[str, o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, nargs="?", const=RESULTS / "cpu.csv", help="write rows there")
+    parser.add_argument(
+        "--csv", type=Path, nargs="?", const=results_of("cpu") / "attention.csv", help="write rows there"
+    )
     parser.add_argument("--longest", type=int, default=8192, help="leave longer sequences out")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)

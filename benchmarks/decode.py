@@ -31,7 +31,7 @@ from torch.nn.attention.bias import causal_lower_right
 import flashattn_lite
 from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS, TIMED_MS, WARM_MS
 from benchmarks.progress import Progress
-from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import Provider, flash_attention, flash_attention_3
 from benchmarks.timing import Timing, median, sustained
 
@@ -238,10 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), help="batch x keys [x query tokens]")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/decode.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
+    out = options.out or results_of() / "decode.csv"
     providers, missing = {}, {}
     for name in options.providers:
         try:
@@ -270,12 +271,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"batch {batch}, {keys} keys, {tokens} tokens: " + ", ".join(speeds), flush=True)
             for name, why in absent.items():
                 print(f"  absent: {name}: {why}", flush=True)
-            write_rows(options.out, rows)
+            write_rows(out, rows)
             del done
             torch.cuda.empty_cache()
     for name, why in missing.items():
         print(f"absent: {name}: {why}")
-    print(f"rows: {options.out}")
+    print(f"rows: {out}")
 
 
 if __name__ == "__main__":

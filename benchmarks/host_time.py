@@ -27,7 +27,7 @@ from torch import Tensor
 
 import flashattn_lite
 from benchmarks.progress import Progress
-from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import OURS, PROVIDERS, Provider, importable, in_a_line, sdpa
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 4, 8, 128, 64
@@ -160,10 +160,11 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "host_time.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/host_time.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU: without one there is no launch to time")
+    out = options.out or results_of() / "host_time.csv"
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     problems = list(itertools.product((False, True), repeat=2))  # causal, grad
@@ -180,9 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "dtype": "bf16", "causal": causal}  # fmt: skip
                 bar.show(form * len(problems) + number, f"{cell['op']} {'causal' if causal else 'full'}")
                 rows += measure(providers, qkv, causal, cell)
-                write_rows(options.out, rows)
+                write_rows(out, rows)
     print_table(rows)
-    print(f"rows: {options.out}")
+    print(f"rows: {out}")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

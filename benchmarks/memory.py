@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashattn_lite
 from benchmarks.peak import Call, peak_allocated_bytes, peak_cuda_bytes, peak_rss_bytes
 from benchmarks.progress import Progress
-from benchmarks.provenance import RESULTS, row_provenance, write_rows
+from benchmarks.provenance import results_of, row_provenance, write_rows
 
 Attention = Callable[..., Any]  # (q, k, v) -> out
 OPS = ("forward", "forward+backward")
@@ -155,7 +155,7 @@ def measure(case: Case, refusal: str | None) -> dict[str, object]:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             reason = "out of memory"
-    return {"metric": f"{case.metric}: absent, {reason}"}
+    return {"metric": "absent", "median": f"{case.metric}: {reason}"}
 
 
 def cases(device: str, lengths: Sequence[int], heads: int, head_dim: int, rss: bool) -> list[Case]:
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     on_gpu = options.device == "cuda"
     lengths = options.lengths or [2**n for n in (range(9, 17) if on_gpu else range(8, 14))]
     heads, head_dim = options.heads or (16 if on_gpu else 4), options.head_dim or (128 if on_gpu else 64)
-    out = options.out or RESULTS / options.device / "memory.csv"
+    out = options.out or results_of(options.device) / "memory.csv"
 
     todo = cases(options.device, lengths, heads, head_dim, rss=not (on_gpu or options.no_rss))
     refusals = {case.provider: check(case) for case in todo if case.length == lengths[0] and case.op == "forward"}

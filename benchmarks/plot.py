@@ -32,7 +32,9 @@ def memory(rows: Sequence[Row], out: Path) -> None:
         notes.append(
             "Lines: bytes handed out by torch's allocator. Hollow marks: growth of the process's resident memory."
         )
-    absent = sorted({f"{row['provider']}, {row['op']}, {row['len_q']} tokens" for row in rows if not row["median"]})
+    absent = sorted(
+        {f"{row['provider']}, {row['op']}, {row['len_q']} tokens" for row in rows if row["metric"] == "absent"}
+    )
     if absent:
         notes.append("Absent (did not fit, or not served): " + "; ".join(absent) + ".")
     figure.text(0.01, 0.01, "\n".join(notes), fontsize=8, color="#666666", va="bottom", wrap=True)
@@ -43,7 +45,7 @@ def memory(rows: Sequence[Row], out: Path) -> None:
 def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        if not row["median"] or float(row["median"]) <= 0:
+        if row["metric"] == "absent" or float(row["median"]) <= 0:
             continue
         point = int(row["len_q"]), float(row["median"])
         if row["metric"] == "peak_allocated_bytes":

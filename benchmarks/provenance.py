@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -33,6 +34,14 @@ def row_provenance(device: str | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": version("triton"),
     }
+
+
+def results_of(device: str = "cuda") -> Path:
+    """The folder of what is measured here: of the GPU by its name ("h200", "geforce-rtx-4090"), else "cpu"."""
+    if device != "cuda":
+        return RESULTS / "cpu"
+    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 @cache

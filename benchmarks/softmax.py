@@ -26,7 +26,7 @@ from torch import Tensor
 
 import flashattn_lite
 from benchmarks.progress import Progress
-from benchmarks.provenance import COLUMNS, RESULTS, row_provenance, write_rows
+from benchmarks.provenance import COLUMNS, results_of, row_provenance, write_rows
 from benchmarks.timing import Timing, median
 
 Call = Callable[[Tensor, Tensor], Any]  # (x, room for a result of x's shape) -> what it computed
@@ -193,10 +193,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", nargs="+", default=[f"{rows}x{cols}" for rows, cols in CELLS], help="rows x columns")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--providers", nargs="+", choices=sorted({*SOFTMAX, *STATS}))
-    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "softmax.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/softmax.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
+    out = options.out or results_of() / "softmax.csv"
     torch.manual_seed(0)
     shapes = [tuple(int(n) for n in cell.split("x")) for cell in options.cells]
     cells = [(op, dtype, shape) for op in options.ops for dtype in options.dtypes for shape in shapes]
@@ -218,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += [{**cell, "provider": n, "metric": "absent", "median": why} for n, why in absent.items()]
             text = ", ".join(f"{n} {moved / t.quantile(0.5) / 1e6:.0f}" for n, (t, _, _) in done.items())
             print(f"{op} {dtype} {shape[0]} x {shape[1]}: {text}", flush=True)
-            write_rows(options.out, rows, columns())
-    print(f"rows: {options.out}")
+            write_rows(out, rows, columns())
+    print(f"rows: {out}")
 
 
 def columns() -> list[str]:

@@ -37,15 +37,15 @@ def test_import_needs_no_triton() -> None:
     assert fresh(BLOCK_TRITON + "import flashattn_lite; print(flashattn_lite.__version__)")
 
 
-def test_import_brings_in_torch_and_einops_only() -> None:
+def test_import_brings_in_torch_only() -> None:
     loaded = fresh(
         """
         import sys
-        import torch, einops
+        import torch
         before = set(sys.modules)
         import flashattn_lite
         new = {name.split(".")[0] for name in set(sys.modules) - before}
-        foreign = new - set(sys.stdlib_module_names) - {"flashattn_lite", "torch", "einops"}
+        foreign = new - set(sys.stdlib_module_names) - {"flashattn_lite", "torch"}
         print(*sorted(foreign | {name for name in ("triton", "matplotlib", "hypothesis") if name in sys.modules}))
         """
     )

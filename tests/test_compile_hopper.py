@@ -30,7 +30,7 @@ CASES = {
 }  # fmt: skip
 # Bytes of stack a thread: numbers that a tile computes once, and what rows that are done again need. The loop over the
 # whole tiles has at most a few loads of them, at the speeds of docs/performance.md.
-STACK_LIMIT = 256
+STACK_LIMIT = 208
 
 
 @pytest.mark.parametrize("case", CASES)

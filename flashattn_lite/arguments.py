@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashattn_lite.errors import not_implemented, type_error, value_error
+from flashattn_lite.errors import not_implemented, show, type_error, value_error
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,7 +68,7 @@ def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str
     nq, nk, nv = names
     for name, x in ((nk, k), (nv, v)):
         if x.dtype != q.dtype:
-            raise type_error(name, f"dtype must equal {nq}'s ({_dtype(q)})", x, f"Cast with {name}.to({nq}.dtype).")
+            raise type_error(name, f"dtype must equal {nq}'s ({show(q.dtype)})", x, f"Cast with {name}.to({nq}.dtype).")
         if x.device != q.device:
             raise value_error(name, f"must be on {nq}'s device ({q.device})", x, f"Move it: {name}.to({nq}.device).")
     check_head_dims(q, k, v, names)
@@ -214,7 +214,3 @@ def is_number(x: object) -> bool:
 
 def is_int(x: object) -> bool:
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

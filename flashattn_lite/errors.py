@@ -17,8 +17,7 @@ def message(argument: str, relation: str, got: object, remedy: str) -> str:
 def show(value: object) -> str:
     """A value as an error shows it. Tensors never print their data (it may be large, or on a busy GPU)."""
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"a tensor of shape {tuple(value.shape)}, {dtype}, on {value.device}"
+        return f"a tensor of shape {tuple(value.shape)}, {show(value.dtype)}, on {value.device}"
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value).removeprefix("torch.")
     if isinstance(value, (torch.device, torch.Size)):

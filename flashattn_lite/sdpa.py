@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import arguments, calls, ops
-from flashattn_lite.errors import not_implemented, type_error, value_error
+from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
 from flashattn_lite.tiles import autocasts
 
@@ -127,7 +127,7 @@ def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> Non
         raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, "Convert it with torch.as_tensor.")
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        dtype = str(query.dtype).removeprefix("torch.")
+        dtype = show(query.dtype)
         raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", attn_mask, "Cast it first.")
     if attn_mask.device != query.device:
         raise value_error("attn_mask", f"must be on query's device ({query.device})", attn_mask, "Move it with .to().")
@@ -149,7 +149,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
     _, nk, nv = NAMES
     for name, x in ((nk, k), (nv, v)):
         if x.dtype != q.dtype:
-            dtype = str(q.dtype).removeprefix("torch.")
+            dtype = show(q.dtype)
             raise type_error(name, f"dtype must equal query's ({dtype})", x, f"Cast with {name}.to(query.dtype).")
         if x.device != q.device:
             raise value_error(name, f"must be on query's device ({q.device})", x, f"Move it: {name}.to(query.device).")

@@ -11,7 +11,7 @@ from flashattn_lite import softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
 from flashattn_lite.calls import remember, under_grad, watched
-from flashattn_lite.errors import type_error, value_error
+from flashattn_lite.errors import show, type_error, value_error
 
 Stats = tuple[Tensor, Tensor]
 
@@ -186,7 +186,7 @@ def _check_stats(a: Stats, b: Stats) -> None:
     (m_a, l_a), (m_b, l_b) = a, b
     for name, part in (("l_a", l_a), ("m_b", m_b), ("l_b", l_b)):
         if part.dtype != m_a.dtype:
-            raise type_error(name, f"dtype must equal m_a's ({_short(m_a.dtype)})", part, "Cast one of them.")
+            raise type_error(name, f"dtype must equal m_a's ({show(m_a.dtype)})", part, "Cast one of them.")
         if part.device != m_a.device:
             raise value_error(name, f"must be on m_a's device ({m_a.device})", part, "Move it with .to(device).")
     for side, (m, l_i) in (("a", a), ("b", b)):
@@ -198,10 +198,6 @@ def _check_stats(a: Stats, b: Stats) -> None:
     except RuntimeError:
         remedy = "Both describe the same rows, over different columns."
         raise value_error("m_b", f"shape must broadcast with m_a's {tuple(m_a.shape)}", m_b, remedy) from None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashattn_lite.errors import show
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
@@ -30,7 +31,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     """Reasons why this kernel can't take the problem on a Hopper GPU; empty if it can."""
     reasons = []
     if problem.dtype not in LIMITS:
-        reasons.append(f"it computes float16 and bfloat16, not {str(problem.dtype).removeprefix('torch.')}")
+        reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):

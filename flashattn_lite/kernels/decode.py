@@ -171,9 +171,10 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(states[0] + at, m_i, mask=offs_r < rows)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    # To be kept in L2 until the merge has read it, while K and V run through.
+    # To be kept in L2 until the merge has read it, while K and V run through; wider tiles have no register left for it.
+    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 else ""
     wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    tl.store(ptrs, acc, mask=wanted, eviction_policy="evict_last")
+    tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
 
 
 @triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "heads", "len_q", "max_k", "diag_lo",

@@ -91,7 +91,20 @@ def check_packed(
     shrink: bool = True,
     **sizes: Any,
 ) -> None:
-    """The same for packed sequences: `attention_varlen` has flashattn_lite.attention_varlen's signature."""
+    """`check` for packed sequences.
+
+    Args:
+        attention_varlen: a callable with flashattn_lite.attention_varlen's signature; return_lse=True gives
+            out (total_q, Hq, Dv) and lse (Hq, total_q).
+        laws: default PACKED_LAWS.
+        n, features, seed, shrink, sizes: as `check`; sizes are those of `strategies.packed_cases`.
+
+    Raises:
+        AssertionError, ValueError: as `check`.
+
+    >>> from flashattn_lite.reference import attention_varlen_reference
+    >>> check_packed(attention_varlen_reference, n=2, max_len=5)
+    """
     from flashattn_lite.testing.strategies import FEATURES, packed_cases
 
     known = _known(features, FEATURES)
@@ -108,7 +121,19 @@ def check_decode(
     shrink: bool = True,
     **sizes: Any,
 ) -> None:
-    """The same for decoding: `attention_decode` has flashattn_lite.attention_decode's signature; 1 to 16 query rows."""
+    """`check` for decoding: 1 to 16 query tokens over a cache or its pages, with what lies past the lengths as NaN.
+
+    Args:
+        attention_decode: a callable with flashattn_lite.attention_decode's signature.
+        laws: default DECODE_LAWS.
+        n, seed, shrink, sizes: as `check`.
+
+    Raises:
+        AssertionError: as `check`.
+
+    >>> from flashattn_lite import attention_decode
+    >>> check_decode(attention_decode, n=2, max_len=5)
+    """
     from flashattn_lite.testing.strategies import cases
 
     problems = cases(features=DECODE_FEATURES, **sizes).filter(lambda case: case.q.shape[2] > 0).map(last_tokens)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.errors import show
+from flashattn_lite.problem import Window
 from flashattn_lite.reference import visibility
 
-Window = tuple[int | None, int | None]
 Attention = Callable[..., Any]  # the signature of flashattn_lite.attention, or the part of it that is tested
 Result = tuple[Tensor, Any]  # (out, lse); lse is None where an attention has none to give
 
@@ -205,5 +205,4 @@ def _show(value: object) -> str:
         return show(value)
     if value.dtype == torch.int32 and value.numel() <= 8:
         return str(value.tolist())
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{tuple(value.shape)} {dtype} strides {value.stride()}"
+    return f"{tuple(value.shape)} {show(value.dtype)} strides {value.stride()}"

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_lite.api import merge_attention
+from flashattn_lite.arguments_decode import MAX_ROWS
 from flashattn_lite.testing import laws, locality
 from flashattn_lite.testing.case import Attention, Case, Result
 from flashattn_lite.testing.oracle import expect
 from flashattn_lite.testing.results import assert_same_bits, assert_within, run
 
-MAX_ROWS = 16  # query tokens of one call
 # What a decoding attention knows of `strategies.FEATURES`.
 DECODE_FEATURES = frozenset(
     {"gqa", "causal", "window", "scale", "softcap", "sinks", "kv_lens", "lse", "strides", "hostile", "poison"}

@@ -300,13 +300,14 @@ def test_a_prepared_call_has_room_of_its_own(cols: int, monkeypatch: pytest.Monk
     """Run through the interpreter in place of a GPU's launcher: other tensors, parts and counts each time."""
 
     class Interpreted:
-        def __init__(self, kernel: Any, blocks: int, options: dict[str, Any], device: torch.device) -> None:
+        def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
             self.run = lambda args: run([kernels.Launch(kernel, (blocks,), args, options)])
 
         def __call__(self, args: tuple[Any, ...]) -> None:
             self.run(args)
 
     monkeypatch.setattr(kernels, "Starter", Interpreted)
+    monkeypatch.setattr(kernels, "on", lambda device, launch, *args: launch(*args))
     x, other = hostile(torch.device("cpu"), cols), 2 * hostile(torch.device("cpu"), cols)
     y, m, l_i = torch.empty_like(x), torch.empty(10, 1), torch.empty(10, 1)
     softmax_of, stats_of = kernels.prepare(x, (y,), 1), kernels.prepare(x, (m, l_i), 1)

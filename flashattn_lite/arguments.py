@@ -165,13 +165,17 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         raise type_error(name, "dtype must be bool (True = visible) or a float that is added", mask, "Cast it first.")
     _check_device(name, mask, q)
     full = (q.shape[0], q.shape[1], q.shape[2], len_k)
-    fits = mask.dim() <= 4 and all(
-        have == 1 or have == want for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
-    )
-    if not fits:
+    if not broadcasts_to(mask.shape, full):
         raise value_error(
             name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, "Unsqueeze its dimensions."
         )
+
+
+def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of that shape can stand for one of the full shape."""
+    # By == and not by `in`, which does not find the symbols of a compiler that traces.
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    return len(shape) <= len(full) and all(have == 1 or have == want for have, want in pairs)
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:

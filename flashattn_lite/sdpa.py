@@ -177,10 +177,7 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 
 
 def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
-    fits = mask.dim() <= len(full) and all(
-        have == 1 or have == want for have, want in zip(reversed(mask.shape), reversed(full), strict=False)
-    )
-    if not fits:
+    if not arguments.broadcasts_to(mask.shape, full):
         relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
         raise value_error("attn_mask", relation, mask, "Unsqueeze its dimensions, or expand the batch of query.")
     return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)

@@ -128,7 +128,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
 def write_rows(x, mode, slot, o_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """Rows x [64, Dv] of O to where their lse still has a mark; PLUS, MINUS: that infinity to all where x is not 0.
 
-    Through shared memory, 1024 elements at a time: all at once is a tenth of the kernel's instructions.
+    Through shared memory, 1024 elements at a time: all at once is long straight code, to compile and to spill for.
     """
     TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])

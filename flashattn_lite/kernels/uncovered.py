@@ -1,7 +1,7 @@
 """What rows of packed tensors hold that no sequence covers: 0, and -inf in lse. One launch, which mostly only looks.
 
 One program owns ROWS rows and asks every sequence whether it has them, whatever the table holds. To fill all of out
-before attention is written over it took as long as a tenth of short sequences' attention.
+before attention is written over it is a second write of it: of 32 x 512 rows of 16 heads of 128, 67 MB.
 """
 
 from __future__ import annotations

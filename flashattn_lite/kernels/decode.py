@@ -1,15 +1,17 @@
 """Split-KV decoding in Triton: states of parts of a cache, and their merge; `decode_launch.py` starts both kernels.
 
-The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`).
-`partial_kernel`: one program owns one split for the rows of one key/value head (the query heads that share it times the
-query tokens, BLOCK_M of them).
+The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`), and T.CHAIN
+neighbouring splits are a chain: their states are folded one after the other.
+`partial_kernel`: one program owns `own` neighbouring splits, one or a chain, for the rows of one key/value head (the
+query heads that share it times the query tokens, BLOCK_M of them).
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32.
-`merge_kernel`: one program, of one warp, owns COLUMNS of one row, and takes all its splits at once.
-So a row's bits follow from its keys alone, not from the batch or from the room in the cache.
+`merge_kernel`: one program, of one warp, owns COLUMNS of one row. It folds the chains of which every split has a state
+of its own, and takes all chains at once.
+So a row's bits follow from its keys alone: not from the batch, nor the room in the cache, nor who folds a chain.
 
-Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and split, written and read.
+Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and program, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
-such a split is done again with a V freed of what is not finite, which is then given to the rows that see it.
+such splits are done again with a V freed of what is not finite, which is then given to the rows that see it.
 Source: Dao, Haziza, Massa, Sizov, Flash-Decoding for long-context inference (2023); the merge, docs/theory.md.
 """
 
@@ -41,6 +43,7 @@ class DecodeTile:
     PRECISION: str  # of tl.dot on float32 operands
     UNEQUAL: bool  # rows of one sequence may see different keys
     LANES: int  # splits of a sequence, at most
+    CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
     COLUMNS: int  # of the output, a merging program
     PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 
@@ -113,6 +116,13 @@ def weigh(acc, alpha):
 
 
 @triton.jit
+def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
+    """The state of two disjoint sets of keys, the first of which came before."""
+    m_i, l_i, alpha_a, alpha_b = merge(m_a, l_a, m_b, l_b)
+    return m_i, l_i, weigh(acc_a, alpha_a[:, None]) + weigh(acc_b, alpha_b[:, None])
+
+
+@triton.jit
 def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap,
            FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The state of these rows over the tiles first <= i < last. FINITE: from a V without its infinities and NaN."""
@@ -145,6 +155,21 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
 
 
 @triton.jit
+def attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m, len_k, diag_lo,
+                  diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The state of these rows over the splits split <= i < end, folded one after the other."""
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
+    acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    for i in tl.range(split, end):
+        last = first + tl.minimum((i + 1) * each, tiles)
+        m_s, l_s, acc_s = attend(q, k_src, v_src, table_ptr, pages, first + i * each, last, lo, hi, offs_m, len_k,
+                                 diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
+        m_i, l_i, acc = fold(m_i, l_i, acc, m_s, l_s, acc_s)
+    return m_i, l_i, acc
+
+
+@triton.jit
 def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
                    F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """acc plus the infinities of V (a NaN counts as both) that each row sees in the tiles first <= i < last."""
@@ -165,7 +190,7 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
 
 @triton.jit
 def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
-    """A split's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
+    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
     offs_d = tl.arange(0, T.BLOCK_DV)
     at = first_row + offs_r
     tl.store(states[0] + at, m_i, mask=offs_r < rows)
@@ -177,10 +202,10 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "splits", "heads", "len_q", "max_k", "diag_lo",
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
                                "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, splits, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
+                   stride_tb, pages, num_m, parts, own, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
                    F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
@@ -188,16 +213,15 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
     # Neighbouring programs read the same keys, then the keys behind them.
     pid = tl.program_id(0)
     block_m = pid % num_m
-    split = pid // num_m % splits
-    h = pid // num_m // splits % heads
-    b = pid // num_m // splits // heads
+    part = pid // num_m % parts
+    h = pid // num_m // parts % heads
+    b = pid // num_m // parts // heads
 
     lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
     first, tiles, each, used = splits_of(lo, hi, T)
-    if split >= used:
+    split, end = part * own, tl.minimum((part + 1) * own, used)
+    if split >= end:
         return
-    last = first + tl.minimum((split + 1) * each, tiles)
-    first += split * each
 
     rows = T.GROUP * len_q
     offs_r = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
@@ -216,26 +240,29 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
-    m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                           scale_log2, softcap, False, F, T)  # fmt: skip
-    first_row = ((b.to(tl.int64) * heads + h) * splits + split) * rows
+    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m,
+                                  len_k, diag_lo, diag_hi, scale_log2, softcap, False, F, T)  # fmt: skip
+    first_row = ((b.to(tl.int64) * heads + h) * parts + part) * rows
     store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
-            m_i, l_i, acc = attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
-                                   diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
-            acc = add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo,
-                                 diag_hi, F, T)  # fmt: skip
+            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi,
+                                          offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
+            last = first + tl.minimum(end * each, tiles)
+            acc = add_infinities(acc, v_src, table_ptr, pages, first + split * each, last, lo, hi, offs_m, len_k,
+                                 diag_lo, diag_hi, F, T)  # fmt: skip
             tl.debug_barrier()  # the first store comes first
             store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "splits", "heads", "len_q", "max_k", "diag_lo",
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
                                "diag_hi"])  # fmt: skip
 def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 splits, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                 parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     blocks: tl.constexpr = (T.HEAD_DIM_V + T.COLUMNS - 1) // T.COLUMNS
+    CHAIN: tl.constexpr = T.CHAIN
+    CHAINS: tl.constexpr = T.LANES // T.CHAIN
     rows = T.GROUP * len_q
     block = tl.program_id(0) % blocks
     r = tl.program_id(0) // blocks % rows
@@ -247,19 +274,25 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
     if T.PDL:
         tl.extra.cuda.gdc_wait()
-    split = tl.arange(0, T.LANES)
-    written = split < used
-    at = ((b.to(tl.int64) * heads + h) * splits + split) * rows + r
-    m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
-    l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
-    acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    wanted = written[:, None] & exists
-    acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [LANES, COLUMNS]
-    # The splits are the scores of one more softmax, whose weights are theirs.
+    states = CHAIN // own  # of a chain
+    m_c = tl.full([CHAINS], EMPTY_M, tl.float32)
+    l_c = tl.full([CHAINS], EMPTY_L, tl.float32)
+    acc_c = tl.full([CHAINS, T.COLUMNS], 0.0, tl.float32)
+    for i in tl.static_range(CHAIN):
+        part = tl.arange(0, CHAINS) * states + i
+        written = part * own < tl.where(i < states, used, 0)
+        at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
+        m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
+        l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
+        acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+        wanted = written[:, None] & exists
+        acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
+        m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
+    # The chains are the scores of one more softmax, whose weights are theirs.
     empty = tl.full([1], EMPTY_M, tl.float32)
-    m_i, _l, _alpha, weights = update(empty, empty, m_p[None, :], 1.0)  # [1], [1, LANES]
-    l_i = tl.sum(weights * l_p[None, :], 1)
-    acc = tl.sum(weigh(acc_p, tl.trans(weights)), 0)[None, :]
+    m_i, _l, _alpha, weights = update(empty, empty, m_c[None, :], 1.0)  # [1], [1, CHAINS]
+    l_i = tl.sum(weights * l_c[None, :], 1)
+    acc = tl.sum(weigh(acc_c, tl.trans(weights)), 0)[None, :]
     head = h * T.GROUP + r // len_q
     if F.sinks:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)

@@ -15,7 +15,7 @@ from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kern
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, MERGE_REGISTERS, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -59,6 +59,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         PRECISION="ieee" if precise else "tf32",
         UNEQUAL=problem.len_q > 1 and (features.left or features.right),
         LANES=config.lanes,
+        CHAIN=config.chain,
         COLUMNS=min(config.columns, padded(problem.head_dim_v)),
         PDL=target.kind == "cuda" and isinstance(target.arch, int) and target.arch >= 90 and not target.interpreting,
     )
@@ -91,24 +92,29 @@ class Call:
         num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
-        self.rows, self.dim_v = heads * splits * problem.group * problem.len_q, problem.head_dim_v
+        chains = triton.cdiv(splits, tile.CHAIN)
+        own = tile.CHAIN if fills(num_m * heads * chains, config.programs, target) else 1
+        parts = triton.cdiv(splits, own)
+        self.rows, self.dim_v = heads * parts * problem.group * problem.len_q, problem.head_dim_v
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
-            *(step, k.shape[0], num_m, splits, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
-        self.merge_numbers = (out.stride(), *lse.stride()[:2], splits, *lengths, problem.features, tile)
+        self.merge_numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         partial = unfused | {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
         merge = unfused | {"num_warps": 1, "num_stages": 1}
+        if target.kind == "cuda":
+            merge["maxnreg"] = MERGE_REGISTERS
         if tile.PDL:
             merge["launch_pdl"] = True
         merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
-        self.partial = Starter(partial_kernel, num_m * splits * heads, partial)
+        self.partial = Starter(partial_kernel, num_m * parts * heads, partial)
         self.merge = Starter(merge_kernel, merges, merge)
 
     def arguments(
@@ -158,11 +164,12 @@ def plan(
 
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
     """Splits of a sequence that fills its cache; none has more."""
-    seen = problem.len_k
-    if problem.features.left and problem.features.right:
+    seen, features = problem.len_k, problem.features
+    if features.left and features.right:
         seen = min(seen, problem.len_q + problem.diag_hi - problem.diag_lo)
-    # Keys count in tiles, and the first may begin before the first key that is seen.
-    return min(tile.LANES, triton.cdiv(triton.cdiv(seen, tile.BLOCK_N) + 1, tile.SPLIT // tile.BLOCK_N))
+    # Keys count in tiles, and with a window the first may begin before the first key that is seen.
+    tiles = triton.cdiv(seen, tile.BLOCK_N) + features.left
+    return min(tile.LANES, triton.cdiv(tiles, tile.SPLIT // tile.BLOCK_N))
 
 
 def prepare(

@@ -310,6 +310,8 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     lanes: int = 32  # splits of a sequence, at most
+    chain: int = 4  # neighbouring splits that are folded one after the other
+    programs: int = 2  # of partial_kernel on a multiprocessor at once
     columns: int = 32  # of the output, a merging program
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
@@ -324,6 +326,13 @@ DECODE_TILE_BYTES = 16 << 10
 # 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
 # few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
 SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
+# Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
+# longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
+# 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
+# and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
+FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
+# A thread of merge_kernel: with 64, the compiler's choice, it waits for a chain's states twice. 1 x 8k 14.2 for 14.6.
+MERGE_REGISTERS = 96
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
 # the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
 # 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
@@ -340,7 +349,9 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     rows = padded(problem.group * problem.len_q)
     split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, columns=16)  # so that small tests cross every border
+        return DecodeConfig(
+            min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, columns=16
+        )  # so that small tests cross borders
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -354,10 +365,21 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     if rows == 64:
         # 64 x 256 floats of one state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
-        return DecodeConfig(rows, block_n, split, warps, stages, lanes=16, columns=64)
-    # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with.
-    few = max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap and not paged
-    return DecodeConfig(rows, block_n, split, 4, stages, registers=128 if few else 0)
+        return DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps, columns=64)
+    # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
+    # 16: 75.0 us with, 95.3 without.
+    if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
+        if paged:
+            return DecodeConfig(rows, block_n, split, 4, stages, programs=4, registers=128)
+        # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
+        return DecodeConfig(rows, block_n, split, 2, _stages(target, 3, block_n * key_bytes), programs=4)
+    return DecodeConfig(rows, block_n, split, 4, stages)
+
+
+def fills(programs: int, each: int, target: Target) -> bool:
+    """Whether so many programs of a launch, `each` of them on a multiprocessor at once, leave few places empty."""
+    places = target.multiprocessors * each
+    return programs >= FULL * -(-programs // places) * places
 
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:

@@ -1,0 +1,79 @@
+"""Decoding's chains of splits: who folds them touches no bits, and when a program owns one."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import flashattn_lite as fa
+from flashattn_lite import decode
+from flashattn_lite.kernels import decode_launch
+from flashattn_lite.kernels.tuning import fills
+from flashattn_lite.target import Target
+from flashattn_lite.testing.results import assert_same_bits
+from tests.test_decode import cache, int32
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
+
+
+def pages_of(k, v, size=16):
+    """(k_pages, v_pages, table): the caches in pages of a random order."""
+    batch, _, keys, _ = k.shape
+    order = torch.randperm(batch * keys // size, generator=torch.Generator().manual_seed(1)).to(k.device)
+    pages = (x.unflatten(2, (-1, size)).movedim(2, 1).flatten(0, 1) for x in (k, v))
+    k_pages, v_pages = (torch.empty_like(p).index_copy_(0, order, p) for p in pages)
+    return k_pages, v_pages, order.view(batch, -1).to(torch.int32)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
+    """One program a chain of splits, or one a split and the merge folds them: lengths at the borders of both."""
+    if device.type == "cpu" and not INTERPRETING:
+        pytest.skip("nothing is split on the CPU")
+    lens = [128, 97, 70] if INTERPRETING else [8192, 7000, 4097, 2048, 1025, 257, 40]
+    keys, nan_at = (128, 95) if INTERPRETING else (8192, 2047)
+    q, k, v = cache(
+        device, batch=len(lens), heads=2, heads_kv=1, rows=rows, keys=keys, dim=32, dtype=torch.float16
+    )  # fmt: skip
+    v[:, :, nan_at, 3] = math.nan  # behind some rows' diagonal: splits are done again
+    v[:, :, 20, 4] = math.inf
+    k, v, table = pages_of(k, v) if paged else (k, v, None)
+    lens = int32(lens, device)
+    results = []
+    for whole in (False, True):
+        monkeypatch.setattr(decode_launch, "fills", lambda *_, whole=whole: whole)
+        monkeypatch.setattr(decode, "_ready", {})
+        results.append(fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True))
+    assert_same_bits(*results, "a chain a program", None)
+    assert bool(results[0][0][..., 5:].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "whole"),
+    [(1, 1, False), (8, 1, True), (9, 1, False), (64, 1, True), (1, 16, False), (8, 16, True)],
+)
+def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, whole):
+    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty."""
+    q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+    lens = torch.empty(batch, dtype=torch.int32, device="meta")
+    inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
+    out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
+    call = decode_launch.Call(problem, inputs, None, out, lse, H200)
+    splits = 8 if tokens == 16 else 32
+    assert call.partial.grid[0] == batch * 8 * (splits // call.tile.CHAIN if whole else splits)
+
+
+def test_fills():
+    assert fills(512, 4, H200)  # 97% of one wave's places
+    assert not fills(576, 4, H200)
+    assert fills(0, 4, H200)  # nothing to launch
+    assert all(fills(programs, 4, H200) for programs in range(6 * 528, 12 * 528))

@@ -1,6 +1,7 @@
 """What rows of packed tensors hold that no sequence covers: 0, and -inf in lse. One launch, which mostly only looks.
 
-One program owns ROWS rows and asks every sequence whether it has them, whatever the table holds. To fill all of out
+One program owns ROWS rows and asks every sequence whether it has them, whatever the table holds: SEQUENCES at a time,
+first whether any is near, then row by row. To fill all of out
 before attention is written over it is a second write of it: of 32 x 512 rows of 16 heads of 128, 67 MB.
 """
 
@@ -23,15 +24,18 @@ ROWS, SEQUENCES, COLUMNS = 128, 64, 32  # of a program; that it asks at a time; 
 @triton.jit(do_not_specialize=["batch", "longest", "total", "heads", "width"])
 def uncovered_kernel(out_ptr, lse_ptr, cu_ptr, batch, longest, total, heads, width, ROWS: tl.constexpr,
                      SEQUENCES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) * ROWS
+    offs_r = first_row + tl.arange(0, ROWS)
     covered = tl.zeros([ROWS], tl.int32)
     for first in range(0, batch, SEQUENCES):
         b = first + tl.arange(0, SEQUENCES)
         begin = tl.load(cu_ptr + b, mask=b < batch, other=0)
         start, length = clamp_sequence(begin, tl.load(cu_ptr + b + 1, mask=b < batch, other=0), total)
         length = tl.minimum(length, longest)
-        at = offs_r[:, None] - start[None, :]
-        covered = tl.maximum(covered, tl.max(((at >= 0) & (at < length[None, :])).to(tl.int32), 1))
+        near = (start < first_row + ROWS) & (start + length > first_row)
+        if tl.max(near.to(tl.int32), 0) > 0:
+            at = offs_r[:, None] - start[None, :]
+            covered = tl.maximum(covered, tl.max(((at >= 0) & (at < length[None, :])).to(tl.int32), 1))
     bare = (offs_r < total) & (covered == 0)
     if tl.max(bare.to(tl.int32), 0) > 0:
         zero = tl.zeros([ROWS, COLUMNS], out_ptr.dtype.element_ty)

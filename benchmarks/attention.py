@@ -13,7 +13,8 @@ can't be imported or refuses the problem has a row of metric absent, with the re
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.progress import Progress
 from benchmarks.provenance import DTYPES, RESULTS, results_of, row_provenance, write_rows
-from benchmarks.providers import PROVIDERS, Call, Provider, importable, in_a_line
+from benchmarks.providers import PROVIDERS, Provider, importable, in_a_line
 from benchmarks.timing import Timing, median, sustained
 
 TOKENS, HIDDEN = 16384, 2048
@@ -31,49 +32,55 @@ WARM_MS, TIMED_MS = 150.0, 80.0
 # Relative norm against float64 on sampled rows. Fused peers are at a quarter of eps; at one eps something is wrong.
 LARGEST_ERROR_EPS = 1.0
 
+QKV = tuple[Tensor, Tensor, Tensor]
+# Of an output or an input, those heads of those sequences that are checked: (length, dim) each.
+Sample = Callable[[Tensor], list[Tensor]]
 
-def relative_error(call: Call, qkv: tuple[Tensor, ...], causal: bool) -> float:
-    """Norm of the error against float64, over the norm, on 64 rows of the first and last head."""
-    q, k, v = qkv
-    out = call(q, k, v, causal)
-    length = q.shape[2]
-    rows = torch.linspace(0, length - 1, 64, device=q.device).long()
+
+def relative_error(out: Tensor, qkv: QKV, causal: bool, sample: Sample) -> float:
+    """Norm of the error against float64, over the norm, on 64 rows of each sampled head."""
     wrong = right = 0.0
-    for b, h in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
-        scores = q[b, h, rows].double() @ k[b, h].double().T / q.shape[-1] ** 0.5
+    for o, q, k, v in zip(*map(sample, (out, *qkv)), strict=True):
+        rows = torch.linspace(0, len(q) - 1, 64, device=q.device).long()
+        scores = q[rows].double() @ k.double().T / q.shape[-1] ** 0.5
         if causal:
-            scores = scores.masked_fill(torch.arange(length, device=q.device) > rows[:, None], float("-inf"))
-        exact = torch.softmax(scores, -1) @ v[b, h].double()
-        wrong += (out[b, h, rows].double() - exact).square().sum().item()
+            scores = scores.masked_fill(torch.arange(len(k), device=q.device) > rows[:, None], float("-inf"))
+        exact = torch.softmax(scores, -1) @ v.double()
+        wrong += (o[rows].double() - exact).square().sum().item()
         right += exact.square().sum().item()
     return (wrong / right) ** 0.5
 
 
+def rotating_sets(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cuda") -> list[QKV]:
+    """As many q, k and v as don't fit the L2 cache together."""
+    random = lambda: torch.randn(shape, device=device, dtype=dtype)
+    one_set = 3 * dtype.itemsize * math.prod(shape)
+    return [(random(), random(), random()) for _ in range(max(2, -(-CACHE_BYTES // one_set)))]
+
+
 def measure_cell(
-    providers: dict[str, Provider], head_dim: int, length: int, dtype: torch.dtype, causal: bool, absent: dict[str, str]
+    providers: dict[str, Provider], sets: list[QKV], causal: bool, sample: Sample, absent: dict[str, str]
 ) -> dict[str, tuple[Timing, float]]:
     """(timing, error) of each provider that is right; the others' reasons go into `absent`."""
-    shape = (max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim)
-    one_set = 3 * 2 * TOKENS * HIDDEN
-    sets = [
-        tuple(torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
-        for _ in range(max(2, -(-CACHE_BYTES // one_set)))
-    ]
+    largest = LARGEST_ERROR_EPS * torch.finfo(sets[0][0].dtype).eps
     done: dict[str, tuple[Timing, float]] = {}
+    inputs: dict[str, list[QKV]] = {}
     for name, provider in providers.items():
         try:
+            laid = [(provider.lay(q), provider.lay(k), provider.lay(v)) for q, k, v in sets]
             with provider.setting():
-                error = relative_error(provider.call, sets[0], causal)
+                out = provider.call(*laid[0], causal)
+            error = relative_error(provider.unlay(out), sets[0], causal, sample)
         except Exception as refusal:
             absent[name] = in_a_line(refusal)
             continue
-        if not error <= LARGEST_ERROR_EPS * torch.finfo(dtype).eps:
+        if not error <= largest:
             absent[name] = f"wrong: relative error {error:.2e}"
             continue
-        done[name] = Timing(), error
+        done[name], inputs[name] = (Timing(), error), laid
     for order in (list(done), list(done)[::-1]):
         for name in order:
-            run = lambda i, call=providers[name].call: call(*sets[i % len(sets)], causal)
+            run = lambda i, call=providers[name].call, laid=inputs[name]: call(*laid[i % len(laid)], causal)
             with providers[name].setting():
                 done[name][0].add(sustained(run, WARM_MS, TIMED_MS))
     return done
@@ -132,12 +139,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim, "dtype": dtype,
                     "causal": causal}  # fmt: skip
             absent: dict[str, str] = {}
-            done = measure_cell(providers, dim, length, DTYPES[dtype], causal, absent)
+            sets = rotating_sets((batch, heads, length, dim), DTYPES[dtype])
+            done = measure_cell(providers, sets, causal, lambda x: [x[0, 0], x[-1, -1]], absent)
             flop = 4 * batch * heads * length * length * dim * (0.5 if causal else 1)
             for name, (timing, error) in done.items():
                 rows += rows_of(cell, flop, name, timing, error)
             rows += [{**cell, "provider": n, "metric": "absent", "median": why} for n, why in absent.items()]
-            print_cell(cell, done, flop)
+            print_cell(f"{dtype} d{dim} {'causal' if causal else 'full'} {length}", done, flop)
             write_rows(out, rows)
     for name, why in missing.items():
         print(f"absent: {name}: {why}")
@@ -150,15 +158,14 @@ def profile_cells(gpu: str, cells: list[tuple[str, int, bool, int]], out: Path) 
     profile.write(gpu, cells, HIDDEN, out)
 
 
-def print_cell(cell: dict[str, Any], done: dict[str, tuple[Timing, float]], flop: float) -> None:
-    kind = "causal" if cell["causal"] else "full"
+def print_cell(title: str, done: dict[str, tuple[Timing, float]], flop: float) -> None:
     parts = []
     for name, (timing, _) in done.items():
         rate = flop / timing.quantile(0.5) / 1e9
         joules = timing.joules_per_call
         energy = f", {flop / 1e12 / joules:.2f} TFLOP/J" if joules else ""
         parts.append(f"{name} {rate:.0f} ({median(timing.megahertz):.0f} MHz{energy})")
-    print(f"{cell['dtype']} d{cell['head_dim']} {kind} {cell['len_q']}: " + ", ".join(parts), flush=True)
+    print(f"{title}: " + ", ".join(parts), flush=True)
 
 
 if __name__ == "__main__":

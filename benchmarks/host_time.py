@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import flashattn_lite
+from benchmarks.packed_providers import PACKED, pack
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import OURS, PROVIDERS, Provider, importable, in_a_line, sdpa
@@ -66,44 +66,16 @@ class Subject:
         return f"{ordered[round(share * (len(ordered) - 1))] / 1e3:.1f}"
 
 
-def packed_ours(backend: str) -> Provider:
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        options: dict[str, Any] = {"max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH, "backend": backend}
-        out = flashattn_lite.attention_varlen(q, k, v, *boundaries, causal=causal, **options)
-        assert isinstance(out, Tensor)
-        return out
-
-    boundaries = (cu_seqlens(),) * 2
-    return Provider(call)
-
-
-def packed_torch() -> Provider:
-    """torch.nn.attention.varlen, which takes FlashAttention-2 on a GPU."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out = varlen_attn(q, k, v, boundaries, boundaries, LENGTH, LENGTH, **causally[causal])
-        return out[0] if isinstance(out, tuple) else out
-
-    boundaries = cu_seqlens()
-    newer = "window_size" in inspect.signature(varlen_attn).parameters
-    causally: dict[bool, dict[str, Any]] = {False: {}, True: {"window_size": (-1, 0)} if newer else {"is_causal": True}}
-    return Provider(call)
-
-
-def cu_seqlens() -> Tensor:
-    return torch.arange(0, (BATCH + 1) * LENGTH, LENGTH, dtype=torch.int32, device="cuda")
+def packed(name: str) -> Provider:
+    return PACKED[name]()(pack([LENGTH] * BATCH, "cuda"))
 
 
 DENSE: dict[str, Callable[[], Provider]] = {"sdpa": sdpa, **PROVIDERS}
-PACKED: dict[str, Callable[[], Provider]] = {
-    **{name: lambda backend=backend: packed_ours(backend) for name, backend in OURS.items()},  # type: ignore[misc]
-    "torch-varlen": packed_torch,
-}
+VARLEN: dict[str, Callable[[], Provider]] = {name: partial(packed, name) for name in (*OURS, "sdpa-varlen")}
 # op -> shape of q, k and v; who takes it
 FORMS: dict[str, tuple[tuple[int, ...], dict[str, Callable[[], Provider]]]] = {
     "attention_forward": ((BATCH, HEADS, LENGTH, HEAD_DIM), DENSE),
-    "attention_varlen_forward": ((BATCH * LENGTH, HEADS, HEAD_DIM), PACKED),
+    "attention_varlen_forward": ((BATCH * LENGTH, HEADS, HEAD_DIM), VARLEN),
 }
 
 

@@ -19,10 +19,16 @@ Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 class Provider(NamedTuple):
-    """A call, and what must hold around it. Entered once around many calls: torch's switch alone costs some µs."""
+    """A call, and what must hold around it. Entered once around many calls: torch's switch alone costs some µs.
+
+    One that wants its inputs otherwise is given what `lay` makes of each, and `unlay` undoes it in the result: neither
+    belongs to the call.
+    """
 
     call: Call
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    lay: Callable[[Tensor], Tensor] = lambda x: x
+    unlay: Callable[[Tensor], Tensor] = lambda x: x
 
 
 def ours(backend: str) -> Provider:
@@ -43,12 +49,18 @@ def sdpa(backend: SDPBackend | None = None) -> Provider:
     return Provider(call) if backend is None else Provider(call, lambda: sdpa_kernel(backend))
 
 
-def flex() -> Provider:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
 
     # It is compiled anew for each shape; past the limit, 8 by default, torch would silently run it uncompiled.
     torch._dynamo.config.recompile_limit = 1000
-    compiled = torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex() -> Provider:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    compiled = compiled_flex()
     masks: dict[tuple[int, bool], Any] = {}
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import statistics
 
 import pytest
 import torch
 
-from benchmarks import provenance, providers
+from benchmarks import attention, packed, packed_providers, provenance, providers
 from flashattn_lite import target
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
@@ -30,10 +31,54 @@ def test_what_cannot_be_had_is_absent_with_its_reason():
 def test_providers_compute_the_same(name, causal):
     """On the CPU; those that need a GPU are checked by the benchmark before it times them."""
     q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
-    call, setting = providers.PROVIDERS[name]()
-    with setting():
-        out = call(q, k, v, causal)
+    provider = providers.PROVIDERS[name]()
+    with provider.setting():
+        out = provider.call(q, k, v, causal)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+
+PACKING = packed_providers.pack((3, 1, 7), "cpu")
+
+
+@pytest.mark.parametrize("name", ["flashattn_lite", "sdpa-padded"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_providers_compute_the_same(name, causal):
+    """On the CPU too: each sequence by itself."""
+    qkv = tuple(torch.randn(11, 2, 16) for _ in range(3))
+    provider = packed_providers.PACKED[name]()(PACKING)
+    out = provider.unlay(provider.call(*map(provider.lay, qkv), causal))
+    for mine, *heads in zip(*(x.transpose(0, 1).split(PACKING.lengths, 1) for x in (out, *qkv)), strict=True):
+        torch.testing.assert_close(mine, torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal))
+
+
+def test_who_mixes_sequences_is_wrong():
+    """And who sees the future: the check looks at each sampled sequence alone."""
+    qkv = tuple(torch.randn(11, 2, 16) for _ in range(3))
+    sample = packed.sampled(PACKING.lengths)
+    assert [tuple(head.shape) for head in sample(qkv[0])] == [(3, 16)] * 2 + [(7, 16)] * 2  # the longest is the last
+
+    def error(packing, causal):
+        out = packed_providers.PACKED["flashattn_lite"]()(packing).call(*qkv, causal)
+        return attention.relative_error(out, qkv, True, sample)
+
+    assert error(PACKING, True) < 1e-6
+    assert error(PACKING, False) > 0.1
+    assert error(packed_providers.pack((3, 8), "cpu"), True) > 0.1
+
+
+def test_what_packed_sequences_cost():
+    assert packed.flop_of((2, 3), heads=5, head_dim=7, causal=False) == 4 * 5 * 7 * (2 * 2 + 3 * 3)
+    assert packed.flop_of((2, 3), heads=5, head_dim=7, causal=True) == 2 * 5 * 7 * (2 * 2 + 3 * 3)
+
+
+def test_packings_are_as_long_as_they_say():
+    """The mixed one is the same every time, as the docstring describes it, and has a long tail."""
+    assert {sum(lengths) for lengths in packed.PACKINGS.values()} == {16384}
+    lengths = packed.mixed()
+    assert lengths == packed.PACKINGS["mixed"] == packed.mixed()
+    middle, longest = statistics.median(lengths), max(lengths)
+    assert f"{len(lengths)} sequences of {min(lengths)} to {longest} tokens, median {middle}" in packed.__doc__
+    assert longest >= 8 * middle
 
 
 @needs_matplotlib
@@ -83,8 +128,6 @@ def test_what_the_bandwidth_benchmarks_write_can_be_drawn(name, cells, tmp_path)
 
 @needs_triton
 def test_the_profile_has_a_row_for_each_kernel(tmp_path):
-    from benchmarks import attention
-
     if target.interpreting():
         pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile")
     cells = ["--dtypes", "bf16", "--head-dims", "64", "--lengths", "512", "1024", "--out", str(tmp_path / "a.csv")]

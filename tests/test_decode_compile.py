@@ -22,11 +22,11 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 # Bytes of stack a thread, where not 0: what a chain's state waits in while a split is read, and cases with 255
 # registers for two passes, of which the second is the rare careful one.
 STACK_LIMIT = {
-    "one token": 8,
+    "one token": 16,
     "paged": 24,
-    "16 tokens": 72,
+    "16 tokens": 88,
     "16 tokens, paged": 8,
-    "wide, 64 rows": 136,
+    "wide, 64 rows": 264,
     "unaligned": 32,
     "float32": 8,
 }

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.scores import to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, update
 
@@ -41,6 +42,7 @@ class DecodeTile:
     PAGE: int  # keys of a page; 0: the cache is contiguous
     ALIGN: int  # elements that divide every stride of the cache but the last
     PRECISION: str  # of tl.dot on float32 operands
+    ONE: bool  # a single query token
     UNEQUAL: bool  # rows of one sequence may see different keys
     LANES: int  # splits of a sequence, at most
     CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
@@ -69,11 +71,10 @@ def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr
 
 @triton.jit
 def splits_of(lo, hi, T: tl.constexpr):
-    """(first tile, tiles, tiles of a split, splits) of the keys lo <= key < hi."""
+    """(first tile, tiles, tiles of a split) of the keys lo <= key < hi. Split i exists if some tile is left for it."""
     first = lo // T.BLOCK_N
     tiles = tl.cdiv(hi, T.BLOCK_N) - first
-    each = tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
-    return first, tiles, each, tl.cdiv(tiles, each)
+    return first, tiles, tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
 
 
 @triton.jit
@@ -157,7 +158,9 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
 @triton.jit
 def attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m, len_k, diag_lo,
                   diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The state of these rows over the splits split <= i < end, folded one after the other."""
+    """The state of these rows over the splits split <= i < end, folded one after the other; one that does not exist is
+    empty.
+    """
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
     l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
@@ -211,26 +214,25 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
-    pid = tl.program_id(0)
-    block_m = pid % num_m
-    part = pid // num_m % parts
-    h = pid // num_m // parts % heads
-    b = pid // num_m // parts // heads
+    head, at = divided(tl.program_id(0), parts * num_m)
+    b, h = divided(head, heads)
+    part, block_m = divided(at, num_m)
 
-    lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    first, tiles, each, used = splits_of(lo, hi, T)
-    split, end = part * own, tl.minimum((part + 1) * own, used)
-    if split >= end:
-        return
-
-    rows = T.GROUP * len_q
+    # Q needs no length: it is on its way while that is read. Without a division where there is one token.
     offs_r = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
-    offs_m = offs_r % len_q  # query token of each packed row
+    rows, offs_m, offs_h = T.GROUP, tl.zeros_like(offs_r), offs_r
+    if not T.ONE:
+        rows, offs_m, offs_h = T.GROUP * len_q, offs_r % len_q, offs_r // len_q  # query token and head of packed rows
     offs_d = tl.arange(0, T.BLOCK_D)
-    head_q = h.to(tl.int64) * T.GROUP + offs_r // len_q
-    q_ptrs = q_ptr + b.to(tl.int64) * q_strides[0] + head_q[:, None] * q_strides[1]
+    q_ptrs = q_ptr + b.to(tl.int64) * q_strides[0] + (h.to(tl.int64) * T.GROUP + offs_h[:, None]) * q_strides[1]
     q_ptrs += offs_m.to(tl.int64)[:, None] * q_strides[2] + offs_d.to(tl.int64)[None, :] * q_strides[3]
     q = tl.load(q_ptrs, mask=(offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM)[None, :], other=0.0)  # [M, D]
+
+    lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    first, tiles, each = splits_of(lo, hi, T)
+    split, end = part * own, (part + 1) * own
+    if split * each >= tiles:
+        return
 
     k_ptr += h.to(tl.int64) * (k_strides[1] // T.ALIGN * T.ALIGN)
     v_ptr += h.to(tl.int64) * (v_strides[1] // T.ALIGN * T.ALIGN)
@@ -263,13 +265,12 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     blocks: tl.constexpr = (T.HEAD_DIM_V + T.COLUMNS - 1) // T.COLUMNS
     CHAIN: tl.constexpr = T.CHAIN
     CHAINS: tl.constexpr = T.LANES // T.CHAIN
-    rows = T.GROUP * len_q
-    block = tl.program_id(0) % blocks
-    r = tl.program_id(0) // blocks % rows
-    b = tl.program_id(0) // blocks // rows // heads
-    h = tl.program_id(0) // blocks // rows % heads
+    rows = T.GROUP if T.ONE else T.GROUP * len_q
+    at, block = divided(tl.program_id(0), blocks)
+    head, r = divided(at, rows)
+    b, h = divided(head, heads)
     lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    _, _, _, used = splits_of(lo, hi, T)
+    _, tiles, each = splits_of(lo, hi, T)
     offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
     if T.PDL:
@@ -280,7 +281,7 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     acc_c = tl.full([CHAINS, T.COLUMNS], 0.0, tl.float32)
     for i in tl.static_range(CHAIN):
         part = tl.arange(0, CHAINS) * states + i
-        written = part * own < tl.where(i < states, used, 0)
+        written = part * own * each < tl.where(i < states, tiles, 0)
         at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
         m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
         l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
@@ -293,14 +294,14 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     m_i, _l, _alpha, weights = update(empty, empty, m_c[None, :], 1.0)  # [1], [1, CHAINS]
     l_i = tl.sum(weights * l_c[None, :], 1)
     acc = tl.sum(weigh(acc_c, tl.trans(weights)), 0)[None, :]
-    head = h * T.GROUP + r // len_q
+    offs_h, token = divided(r, 1 if T.ONE else len_q)
+    head = h * T.GROUP + offs_h
     if F.sinks:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
         m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
         acc = weigh(acc, alpha[:, None])
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     inv_l, lse = finish(m_i, l_i)
-    token = r % len_q
     at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
     out = acc * inv_l[:, None]
     out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))

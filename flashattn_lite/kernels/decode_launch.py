@@ -57,6 +57,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         PAGE=page,
         ALIGN=16 // problem.dtype.itemsize if aligned else 1,
         PRECISION="ieee" if precise else "tf32",
+        ONE=problem.len_q == 1,
         UNEQUAL=problem.len_q > 1 and (features.left or features.right),
         LANES=config.lanes,
         CHAIN=config.chain,

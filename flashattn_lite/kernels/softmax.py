@@ -28,11 +28,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, reference, update_fixed
 from flashattn_lite.kernels.softmax_tiles import (
     addresses,
     columns,
-    divided,
     inside,
     lanes,
     load,

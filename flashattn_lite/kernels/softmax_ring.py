@@ -34,9 +34,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, reference, weights
 from flashattn_lite.kernels.gluon_names import async_load, barrier
-from flashattn_lite.kernels.softmax_tiles import divided, larger_bfloat16, larger_float16, tops, widen
+from flashattn_lite.kernels.softmax_tiles import larger_bfloat16, larger_float16, tops, widen
 
 
 @gluon.jit

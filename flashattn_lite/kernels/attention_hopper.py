@@ -20,7 +20,7 @@ the instruction cache once a row tile, and its misses took up to a third of a sh
 Barriers (mbarrier; each side counts its own phase)
   slot_full[2]     producer -> consumers: a message is there   slot_empty[2]     each consumer: it was read
   q_full[Q_SLOTS]  TMA -> a consumer: its rows of Q            q_empty[Q_SLOTS]  it: they may be overwritten (with
-                                                                                 Q_HELD, as soon as it has read them)
+                                                                                 Q_HELD, from its first product on)
   k_full[STAGES]   TMA -> consumers: a tile of K               k_empty[STAGES]   each consumer: done with it and, if not
                                                                                  APART, with V of the step before
   v_full[STAGES]   TMA -> consumers: a tile of V               v_empty[STAGES]   each consumer: done with it, if APART
@@ -96,13 +96,11 @@ def pass_turn(WG: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def take_q(q_at, q_s, bars, S_LAYOUT: gl.constexpr, T: gl.constexpr):
-    """This consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers, and their place given back."""
+def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
+    """This consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
     q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
     if T.Q_HELD:
-        held = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-        mbarrier.arrive(bars.q_empty.index(q_at), count=1)
-        return held
+        return q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     else:
         return q
 
@@ -205,8 +203,10 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     m_i, l_i, acc = empty_state(T)
     q_at, q_phase = q_slot(n_tile, WG, T)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
-    q = take_q(q_at, q_s, bars, S_LAYOUT, T)
+    q = take_q(q_at, q_s, S_LAYOUT, T)
     s = first_scores(q, rings, bars, it, S_LAYOUT, T)
+    if T.Q_HELD:  # not before a product has used it: a load that was issued may still be under way behind a barrier
+        mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, rows, task, args, F, T)
     state = (acc, m_i, l_i)
     state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)

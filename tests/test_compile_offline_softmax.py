@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.offline import GPUS, compiled, usage
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch
-from flashattn_lite.kernels.tuning import ring_tile
+from flashattn_lite.kernels.tuning_softmax import ring_tile
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.kernels import tuning
-from flashattn_lite.kernels.tuning import MOST_PARTS, SoftmaxTile, softmax_tile
+from flashattn_lite.kernels.tuning_softmax import MOST_PARTS, RING_LONG, SoftmaxTile, softmax_tile
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
 from tests.test_softmax_kernel import kernel_device  # noqa: F401
@@ -212,7 +212,7 @@ def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
         assert (splits == 1) == whole and (splits - 1) * step < cols == length * one.kwargs["ALIGN"] <= splits * step
         assert one.grid == (units,) == (splits,)
         # Programs that stay share whole rows, and all of them are on the GPU at once.
-        staying = (3 if cols > tuning.RING_LONG else 2) * kernels.OFFLINE // splits * splits
+        staying = (3 if cols > RING_LONG else 2) * kernels.OFFLINE // splits * splits
         assert many.grid == (1000 if whole else staying,)
 
 

@@ -16,7 +16,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import RingTile, SoftmaxTile, ring_tile, softmax_tile
+from flashattn_lite.kernels.tuning_softmax import RingTile, SoftmaxTile, ring_tile, softmax_tile
 from flashattn_lite.target import Target
 
 try:

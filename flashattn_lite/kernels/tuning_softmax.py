@@ -1,0 +1,174 @@
+"""Tile shapes of the softmax kernels, by columns, element size and layout, each with the measurement that chose it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashattn_lite.kernels.tuning import SHARED_RESERVED, power_of_two, shared_bytes
+from flashattn_lite.target import Target
+
+
+@dataclass(frozen=True)
+class SoftmaxTile:
+    """Rows and columns of a softmax tile, warps, registers a thread at most (0: the compiler's choice).
+
+    A unit is `steps` tiles of a row, or more where its parts would pass MOST_PARTS. `programs`: as many on each SM stay
+    there and take unit after unit, the next one's elements on their way; 0: a program for each unit.
+    """
+
+    rows: int
+    cols: int
+    num_warps: int
+    registers: int = 0
+    steps: int = 1
+    programs: int = 0
+
+    def lanes(self, across: bool, align: int) -> int:
+        """Threads that share a row in the layout that Triton gives a tile, which runs along neighbours first."""
+        if across:
+            return max(1, min(32 * self.num_warps // self.rows, self.cols))
+        return min(32 * self.num_warps, self.cols // align)
+
+    def split(self, cols: int) -> tuple[int, int]:
+        """(splits, steps): how many programs share a row of that many columns, and the tiles that each takes."""
+        tiles = max(1, -(-cols // self.cols))
+        steps = max(min(self.steps, tiles), -(-tiles // (MOST_PARTS // self.rows)))
+        return -(-tiles // steps), steps
+
+
+@dataclass(frozen=True)
+class RingTile:
+    """Columns of a unit of ring_kernel, warps, slots of the ring, units that lie between one and its output.
+
+    A unit is taken in so many chunks, and twice if `again`. `programs`: as in SoftmaxTile, but of 0 none looks ahead.
+    """
+
+    cols: int
+    num_warps: int
+    slots: int = 1
+    lag: int = 0
+    programs: int = 0
+    chunks: int = 1
+    again: bool = False
+
+    def split(self, cols: int) -> int:
+        """How many units a row of that many columns is."""
+        return -(-cols // self.cols)
+
+
+MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
+NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
+# All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
+# `programs` > 0. Entries marked * were measured with the form before, of half as many instructions again.
+# Shorter rows share a tile of so many elements. 2^20 x 32: 3715 / 3850 with 1024 and a warp, 3519 / 3784 with four
+# times both.
+# Statistics, 32768 x 1024, 131072 x 512 and 2^19 x 64: bf16 3154, 3236, 2439, fp32 3758, 3966, 2780; twice the elements
+# and half the programs 3022, 3105, 2277, 3728, 3925, 2607; more of either in some better, in others worse.
+SHORT = {True: SoftmaxTile(1, 1024, 1), False: SoftmaxTile(1, 1024, 1, programs=24)}  # by `keeps`
+# Tiles of whole rows by bytes an element and by columns, a power of two; rows of more than the last are split. Of 2048
+# columns not measured.
+WHOLE = {
+    2: {
+        2048: SoftmaxTile(1, 2048, 4),
+        4096: SoftmaxTile(1, 4096, 8),  # 4096 rows: 3125; 3102 with 4 warps, 3048 stay; a copy 3231
+        8192: SoftmaxTile(1, 8192, 8),  # * 16384 rows: 4004; 3420 with 16, 3669 stay
+        16384: SoftmaxTile(1, 16384, 8),  # * 8192 rows: 3718; 3591 with 16, 3722 stay. 128 rows: 957, 975 with 16
+        # 8192 rows: 3863; 3424 do not stay, 3870 with 32; a copy 4145
+        32768: SoftmaxTile(1, 32768, 16, 128, programs=1),
+    },
+    4: {
+        2048: SoftmaxTile(1, 2048, 4),
+        4096: SoftmaxTile(1, 4096, 4),  # 4096 rows: 3558; 3554 with 8 warps; a copy 3676
+        8192: SoftmaxTile(1, 8192, 16),  # * 16384 rows: 4079; 4043 with 8, 3770 stay
+        16384: SoftmaxTile(1, 16384, 16),  # * 8192 rows: 4055; 4058 with 8, 3843 stay. 128 rows: 1481, 1489 with 8
+        32768: SoftmaxTile(1, 32768, 16),  # 8192 rows: 4171; * 4130 with 32; a copy 4233
+    },
+}
+# Rows of 2^17 and 2^20. bf16: 3083 and 2456; 2711 and 2138 with 168 registers and 3 that stay, 2791 and 2217 if none
+# does, at most 2764 and 1636 with tiles of 16384. fp32: 3690 and 2865; 3701 and 2584 with 8 warps, 3324 and 2855 with
+# 168 registers and 3 that stay. In two launches * 2267 and 1788, 2606 and 2156. A copy: 4114 and 3216, 4163 and 3692.
+SPLIT = {2: SoftmaxTile(1, 8192, 4, 128, programs=4), 4: SoftmaxTile(1, 8192, 4, 128)}
+# Where rows lie 16-byte aligned on a GPU with cp.async, ring_kernel has taken the place of two of these. Rows that are
+# one unit, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
+# warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
+RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
+# Rows that are split, by whether they have more than RING_LONG columns, and bytes an element: 16 KiB a unit.
+# 1024 x 2^17 and 16 x 2^20, four slots and three programs: bf16 3720 and 2745, fp32 3914 and 3264; together_kernel 3094
+# and 2539, 3731 and 2915 in that run; copies 4180 and 3393, 4190 and 3806. One unit of lag 3628 and 2628, 3794 and
+# 2931; smaller units 1750 and 813 at 2^20. No gain from 1 / l in the exponent, stores .cs, several copies of the parts,
+# a ring filled at once, units that divide 16 x 2^20 better.
+# Six slots and two programs, four and three: 2048 x 2^16, 1024 x 2^17, 512 x 2^18, 128 x 2^19: bf16 3717, 3765,
+# 3786, 3544 for 3605, 3662, 3752, 3633; fp32 3824, 3944, 3965, 3893 for 3798, 3884, 3944, 3896; 256 x 2^17 1% less.
+# Lag 2 level, lag 4 3778 at 2^16 and 3707 at 2^18. At 1024 x 2^17, bf16: units of 32 KiB 3175 to 3528, of 8 KiB 2836 to
+# 3449, 8 warps a unit of 16 KiB 2990 to 3213, a program for each unit, of 16 to 64 KiB, 3100 to 3669.
+RING_LONG = 1 << 18
+RING_SPLIT = {
+    False: {
+        2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
+        4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
+    },
+    True: {2: RingTile(8192, 4, slots=4, lag=2, programs=3), 4: RingTile(4096, 4, slots=4, lag=2, programs=3)},
+}
+RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
+# Statistics by the columns up to which a tile serves; STATS beyond.
+STATS_WHOLE = {
+    4096: SoftmaxTile(1, 1024, 1, steps=4, programs=20),  # 4096 x 4096: 2356; * 1879 / 2987 a tile a row, 4 warps
+    # * 8192 x 32768: 4162 / 4559; 4080 / 4544 stay. 128 x 16384: 522 / 901; 580 / 997 a tile a row, 16 warps.
+    32768: SoftmaxTile(1, 4096, 4, steps=8),
+}
+# 2048 x 2^16, 1024 x 2^17, 128 x 2^19: bf16 3924, 3898, 3495, fp32 4312, 4318, 3996; 8 steps 3738, 3830, 3413, 4209,
+# 4260, 4039, with five that stay 3564, 3649, 3212, 4108, 4149, 3792; 32 steps 3815, 3944, 3478, 4116, 4311, 4054, but
+# a row of 2^17 is then one program's; tiles of 8192 or of 2 or 8 warps slower in one of both.
+STATS = SoftmaxTile(1, 4096, 4, steps=4)
+# Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
+# twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
+WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16
+STATS_ACROSS = SoftmaxTile(NEIGHBOURS, 64, 4, steps=8)
+SHORT_ACROSS = 4096  # elements of a tile of shorter rows that lie side by side: 32 in each of 128 threads
+INTERPRETED = {False: 8192, True: 128}  # whole and split alike, by across: small, so that small tests enter both
+
+
+def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keeps: bool) -> SoftmaxTile:
+    """The tile of the softmax kernels; `keeps` where the tile waits in registers for its sum, not for statistics.
+
+    A function of a row's length, element size and layout and of the GPU: never of the number of rows.
+    """
+    block = power_of_two(cols)
+    if across:
+        return tile_across(block, target, keeps)
+    short = SHORT[keeps]
+    if block <= 1024:
+        return replace(short, rows=short.cols // block, cols=block)
+    tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, STATS)
+    if target.interpreting:
+        tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
+        split = replace(split, cols=INTERPRETED[False])
+    return next((tile for most, tile in tiles.items() if block <= most), split)
+
+
+def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
+    """The tile of ring_kernel for rows that lie 16-byte aligned, with as many programs an SM as fit; None: another's.
+
+    A function of a row's length and element size and of the GPU: never of the number of rows.
+    """
+    if target.kind != "cuda" or target.interpreting or int(target.arch) < 80:
+        return None
+    block = power_of_two(cols)
+    if block > max(WHOLE[itemsize]):
+        tile: RingTile | None = RING_SPLIT[cols > RING_LONG][itemsize]
+    else:
+        tile = RING_WHOLE.get((itemsize, block))
+    if tile is None:
+        return None
+    shared = shared_bytes(target) + SHARED_RESERVED  # of all programs
+    fit = shared // (tile.slots * tile.cols * itemsize + RING_STATES + SHARED_RESERVED)
+    return replace(tile, programs=min(tile.programs, fit)) if fit else None
+
+
+def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:
+    """Of rows that lie side by side, of up to so many columns."""
+    whole = INTERPRETED[True] if target.interpreting else WHOLE_ACROSS // NEIGHBOURS if keeps else STATS_ACROSS.cols
+    if block > whole:
+        return replace(STATS_ACROSS, cols=min(STATS_ACROSS.cols, whole))
+    rows = max(NEIGHBOURS, SHORT_ACROSS // block)
+    return SoftmaxTile(rows, block, max(rows * block // 1024, 4), programs=0 if keeps else 5)

@@ -20,6 +20,10 @@ class Target:
     interpreting: bool = False
     multiprocessors: int = 1
 
+    def is_cuda(self, least: int) -> bool:
+        """An NVIDIA GPU of this compute capability (90 is 9.0) or newer, and no interpreter."""
+        return self.kind == "cuda" and isinstance(self.arch, int) and self.arch >= least and not self.interpreting
+
 
 @functools.cache
 def why_no_triton() -> str:

@@ -40,6 +40,7 @@ def test_it_compiles_and_keeps_its_registers(case):
     kernel = compiled("sm_90", plan)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
+    assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == options.get("varlen", False)
     assert kernel.metadata.shared <= 227 << 10
     assert usage(kernel).stack <= STACK_LIMIT
 

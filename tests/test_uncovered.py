@@ -47,7 +47,7 @@ def test_only_uncovered_rows_are_written(device, name, dtype):
     options = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))
     problem = describe(inputs, causal=False, scale=1.0, max_seqlen_q=longest, max_seqlen_k=longest, **options)
     out, lse = torch.ones_like(q), torch.ones(3, TOTAL, device=device)
-    kernel, grid, args, kwargs = uncovered.plan(problem, inputs, out, lse)
+    kernel, grid, args, kwargs = uncovered.plan(problem, inputs, out, lse, targets.of(device), follows=False)
     with numpy_errors_off():
         kernel[grid](*args, **kwargs)
     there = covered(table, longest).to(device)

@@ -240,22 +240,31 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
 
 @gluon.jit
 def deliver(out, dst, o_buffer, task, write, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Writes a consumer's rows of O: all by TMA in a dense tensor; packed, where the next belong to others, by rows."""
+    """Writes a consumer's rows of O by TMA; packed, where the next rows belong to another sequence, one by one."""
     flat = o_buffer.reshape([ROWS, T.BLOCK_DV])
     tma.store_wait(0)  # the rows before have left the buffer
     flat.store(out)
     if F.varlen:
-        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-        wanted = gl.convert_layout(write.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
-        offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-        ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
-        gl.store(ptrs, flat.load(WIDE), mask=wanted[:, None] & inside)
-        fence_async_shared()
+        if task.first + (WG + 1) * (ROWS // T.PACK) <= task.len_q:
+            send_rows(dst, o_buffer, task, WG, F, T)
+        else:
+            WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
+            wanted = gl.convert_layout(write.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
+            offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+            ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
+            gl.store(ptrs, flat.load(WIDE), mask=wanted[:, None] & inside)
+            fence_async_shared()
     else:
-        fence_async_shared()
-        kv_head, in_group = heads_of(task, T)
-        row = task.start_q + task.first + WG * (ROWS // T.PACK)
-        tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, 0], o_buffer)
+        send_rows(dst, o_buffer, task, WG, F, T)
+
+
+@gluon.jit
+def send_rows(dst, o_buffer, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Begins the TMA copy of all of a consumer's rows of O."""
+    fence_async_shared()
+    kv_head, in_group = heads_of(task, T)
+    row = task.start_q + task.first + WG * (ROWS // T.PACK)
+    tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, 0], o_buffer)
 
 
 @gluon.jit
@@ -321,6 +330,13 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return all_of
 
 
+@gluon.jit
+def launch_dependents():
+    """The launch behind this one, which fills uncovered rows, may be put on the card as soon as there is room."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
+
+
 @gluon.jit(
     do_not_specialize=[
         "num_m",
@@ -343,6 +359,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh,
                             stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, rows_q, rows_k, diag_lo,
                             diag_hi, num_tiles, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    if F.varlen:
+        launch_dependents()
     DTYPE: gl.constexpr = q_desc.dtype
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     STAGES: gl.constexpr = T.STAGES

@@ -81,7 +81,6 @@ class Call:
         config = config or hopper_tile(problem)
         self.problem, self.tile = problem, tile_of(problem, config)
         tile, packed = self.tile, problem.features.varlen
-        self.uncovered = Uncovered(problem, inputs) if packed else None
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
         num_m = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
         num_tiles = num_m * problem.batch * heads
@@ -104,6 +103,7 @@ class Call:
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
+        self.uncovered = Uncovered(problem, inputs, target, True) if packed else None
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
         bases = (inputs.q, inputs.k, inputs.v, out)
@@ -117,9 +117,9 @@ class Call:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
         if self.uncovered:
             self.uncovered(inputs, out, lse)
-        self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
 
 
 def plan(
@@ -137,7 +137,12 @@ def plan(
 
 
 def section(problem: AttentionProblem, heads: int) -> int:
-    """How many of the kernel's heads are worked on at a time, so that their K and V fit in L2 together."""
+    """How many of the kernel's heads are worked on at a time, so that their K and V fit in L2 together.
+
+    Of packed sequences those of one, whatever its length.
+    """
+    if problem.features.varlen:
+        return heads
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     kv_heads = L2_BYTES // (problem.len_k * row_bytes)
     return max(1, min(problem.batch * heads, kv_heads * (heads // problem.heads_kv)))

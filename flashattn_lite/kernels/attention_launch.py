@@ -70,7 +70,6 @@ class Call:
         self.problem = problem
         q, k, v = inputs.q, inputs.k, inputs.v
         packed = problem.features.varlen
-        self.uncovered = Uncovered(problem, inputs) if packed else None
         self.tma = has_tma(target) and takes_tma(k) and takes_tma(v)
         self.tile = tile = tile_of(problem, target, config, self.tma)
         num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
@@ -89,6 +88,7 @@ class Call:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
         blocks = num_m * problem.batch * problem.heads_q
         self.start = Starter(attention_kernel, blocks, options)
+        self.uncovered = Uncovered(problem, inputs, target, blocks > 0) if packed else None
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         k, v = (rebased(self.k, inputs.k), rebased(self.v, inputs.v)) if self.tma else (inputs.k, inputs.v)
@@ -96,10 +96,13 @@ class Call:
         return inputs.q, k, v, out, lse, *self.numbers, scores, self.problem.features, self.tile
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        if self.uncovered:
-            on(out.device, self.uncovered, inputs, out, lse)
+        on(out.device, self._launch, inputs, out, lse)
+
+    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         if self.start.grid[0]:
-            on(out.device, self.start, self.arguments(inputs, out, lse))
+            self.start(self.arguments(inputs, out, lse))
+        if self.uncovered:
+            self.uncovered(inputs, out, lse)
 
 
 def plan(
@@ -137,7 +140,7 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Tile
 
 
 def has_tma(target: Target) -> bool:
-    return target.kind == "cuda" and isinstance(target.arch, int) and target.arch >= 90 and not target.interpreting
+    return target.is_cuda(90)
 
 
 def descriptor(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
@@ -158,7 +161,7 @@ def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tenso
         return
     plans = [plan(problem, inputs, out, lse, target)]
     if problem.features.varlen:
-        plans.insert(0, uncovered.plan(problem, inputs, out, lse))
+        plans.append(uncovered.plan(problem, inputs, out, lse, target))
     for kernel, grid, args, kwargs in plans:
         if grid[0]:
             with numpy_errors_off():

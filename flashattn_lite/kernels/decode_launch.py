@@ -62,7 +62,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         LANES=config.lanes,
         CHAIN=config.chain,
         COLUMNS=min(config.columns, padded(problem.head_dim_v)),
-        PDL=target.kind == "cuda" and isinstance(target.arch, int) and target.arch >= 90 and not target.interpreting,
+        PDL=target.is_cuda(90),
     )
 
 

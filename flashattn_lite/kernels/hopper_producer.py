@@ -27,6 +27,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     key_start,
     locate,
     lse_pointers,
+    past_empty,
     q_slot,
     rows_of,
     send,
@@ -109,7 +110,8 @@ def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr)
         while empty:
             task = locate(tile, sizes, args, F, T)
             empty = task.first >= task.len_q
-            if empty:
+            if empty:  # and so are those up to the next one that is not, for every block
+                gl.atomic_max(counter_ptr, past_empty(task, sizes, F, T) - gl.num_programs(0))
                 tile = draw(counter_ptr)
                 empty = tile < sizes.num_tiles
     return tile

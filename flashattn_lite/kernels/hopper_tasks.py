@@ -154,6 +154,16 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def past_empty(task, sizes, F: gl.constexpr, T: gl.constexpr):
+    """The first tile number behind the row tiles that a packed sequence is too short for; its heads are a section."""
+    rows = sizes.num_m
+    if F.right:  # they come first
+        POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
+        rows -= (task.len_q + POSITIONS - 1) // POSITIONS
+    return (task.b * sizes.num_m + rows) * sizes.section
+
+
+@gluon.jit
 def key_start(i, task, T: gl.constexpr):
     """First key of the i-th tile: the edges from the right end on, then the whole tiles."""
     at = gl.where(i < task.edges, task.edges - 1 - i, i)

@@ -20,7 +20,7 @@ from flashattn_lite.kernels.start import Starter
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
-ROWS, SEQUENCES, COLUMNS = 128, 64, 32  # of a program; that it asks at a time; that it writes at a time
+ROWS, SEQUENCES, COLUMNS = 128, 32, 32  # of a program; that it asks at a time; that it writes at a time
 
 
 @triton.jit(do_not_specialize=["batch", "longest", "total", "heads", "width"])

@@ -50,10 +50,10 @@ def interpreting() -> bool:
 @functools.cache
 def _gpu(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
+    name, count = properties.name, properties.multi_processor_count
     if torch.version.hip:
-        return Target("hip", properties.gcnArchName.split(":")[0], properties.name, why_no_triton())
-    arch, count = properties.major * 10 + properties.minor, properties.multi_processor_count
-    return Target("cuda", arch, properties.name, why_no_triton(), multiprocessors=count)
+        return Target("hip", properties.gcnArchName.split(":")[0], name, why_no_triton(), multiprocessors=count)
+    return Target("cuda", properties.major * 10 + properties.minor, name, why_no_triton(), multiprocessors=count)
 
 
 def of(device: torch.device) -> Target:

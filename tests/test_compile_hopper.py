@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -43,6 +44,19 @@ def test_it_compiles_and_keeps_its_registers(case):
     assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == options.get("varlen", False)
     assert kernel.metadata.shared <= 227 << 10
     assert usage(kernel).stack <= STACK_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(128, {"varlen": True}), (128, {"causal": True}), (64, {"rows": 2048})]
+)
+def test_q_is_given_back_when_a_product_has_used_it(head_dim, options):
+    """Read into registers, and nobody told that its room is free before they have been used: see take_q."""
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim, torch.bfloat16, **options)
+    ptx = compiled("sm_90", plan).asm["ptx"]
+    events = re.findall(r"ldmatrix|mbarrier\.arrive|wgmma\.mma_async", ptx)
+    behind = [event for read, event in itertools.pairwise(events) if read == "ldmatrix" != event]
+    assert len(behind) >= 2  # of each consumer
+    assert set(behind) == {"wgmma.mma_async"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -39,6 +39,15 @@ def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def pages_of(k, v, size=16):
+    """(k_pages, v_pages, table): the caches in pages of a random order."""
+    batch, _, keys, _ = k.shape
+    order = torch.randperm(batch * keys // size, generator=torch.Generator().manual_seed(1)).to(k.device)
+    pages = (x.unflatten(2, (-1, size)).movedim(2, 1).flatten(0, 1) for x in (k, v))
+    k_pages, v_pages = (torch.empty_like(p).index_copy_(0, order, p) for p in pages)
+    return k_pages, v_pages, order.view(batch, -1).to(torch.int32)
+
+
 @NAMED
 def test_law(law: Any, device: torch.device) -> None:
     check_decode(fa.attention_decode, laws=[law], n=PROBLEMS, device=device, **SIZES)
@@ -211,14 +220,7 @@ def test_a_backward_pass_is_refused():
 def paged(device="cuda", **sizes):
     """A problem with its pages in a random order: (q, k, v, lens, k_pages, v_pages, table)."""
     q, k, v = cache(device, keys=1024, dim=64, dtype=torch.bfloat16, **sizes)
-    order = torch.randperm(2 * 64, generator=torch.Generator().manual_seed(1))
-    table = order.view(2, 64).to(device, torch.int32)
-    pages = (torch.empty(128, 2, 16, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
-    k_pages, v_pages = (
-        p.index_copy_(0, order.to(device), x.unflatten(2, (64, 16)).movedim(2, 1).flatten(0, 1))
-        for p, x in zip(pages, (k, v), strict=True)
-    )
-    return q, k, v, int32([1024, 700], device), k_pages, v_pages, table
+    return q, k, v, int32([1024, 700], device), *pages_of(k, v)
 
 
 @pytest.mark.gpu

@@ -16,19 +16,10 @@ from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning import fills
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
-from tests.test_decode import cache, int32
+from tests.test_decode import cache, int32, pages_of
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-
-
-def pages_of(k, v, size=16):
-    """(k_pages, v_pages, table): the caches in pages of a random order."""
-    batch, _, keys, _ = k.shape
-    order = torch.randperm(batch * keys // size, generator=torch.Generator().manual_seed(1)).to(k.device)
-    pages = (x.unflatten(2, (-1, size)).movedim(2, 1).flatten(0, 1) for x in (k, v))
-    k_pages, v_pages = (torch.empty_like(p).index_copy_(0, order, p) for p in pages)
-    return k_pages, v_pages, order.view(batch, -1).to(torch.int32)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -40,9 +31,8 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
         pytest.skip("nothing is split on the CPU")
     lens = [128, 97, 70] if INTERPRETING else [8192, 7000, 4097, 2048, 1025, 257, 40]
     keys, nan_at = (128, 95) if INTERPRETING else (8192, 2047)
-    q, k, v = cache(
-        device, batch=len(lens), heads=2, heads_kv=1, rows=rows, keys=keys, dim=32, dtype=torch.float16
-    )  # fmt: skip
+    sizes = {"batch": len(lens), "heads": 2, "heads_kv": 1, "rows": rows, "keys": keys, "dim": 32}
+    q, k, v = cache(device, **sizes, dtype=torch.float16)
     v[:, :, nan_at, 3] = math.nan  # behind some rows' diagonal: splits are done again
     v[:, :, 20, 4] = math.inf
     k, v, table = pages_of(k, v) if paged else (k, v, None)

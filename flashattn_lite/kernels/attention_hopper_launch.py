@@ -103,7 +103,7 @@ class Call:
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
-        self.uncovered = Uncovered(problem, inputs, target, True) if packed else None
+        self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
         bases = (inputs.q, inputs.k, inputs.v, out)
@@ -139,7 +139,7 @@ def plan(
 def section(problem: AttentionProblem, heads: int) -> int:
     """How many of the kernel's heads are worked on at a time, so that their K and V fit in L2 together.
 
-    Of packed sequences those of one, whatever its length.
+    Of packed sequences those of one, whatever its length: `past_empty` counts on it.
     """
     if problem.features.varlen:
         return heads

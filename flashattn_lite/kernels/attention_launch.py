@@ -88,7 +88,7 @@ class Call:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
         blocks = num_m * problem.batch * problem.heads_q
         self.start = Starter(attention_kernel, blocks, options)
-        self.uncovered = Uncovered(problem, inputs, target, blocks > 0) if packed else None
+        self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         k, v = (rebased(self.k, inputs.k), rebased(self.v, inputs.v)) if self.tma else (inputs.k, inputs.v)

@@ -158,9 +158,7 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
 @triton.jit
 def attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m, len_k, diag_lo,
                   diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The state of these rows over the splits split <= i < end, folded one after the other; one that does not exist is
-    empty.
-    """
+    """The state of these rows over the splits split <= i < end, folded in that order; those past the last are empty."""
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
     l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
@@ -275,13 +273,13 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
     if T.PDL:
         tl.extra.cuda.gdc_wait()
-    states = CHAIN // own  # of a chain
+    per_chain = CHAIN // own  # states
     m_c = tl.full([CHAINS], EMPTY_M, tl.float32)
     l_c = tl.full([CHAINS], EMPTY_L, tl.float32)
     acc_c = tl.full([CHAINS, T.COLUMNS], 0.0, tl.float32)
     for i in tl.static_range(CHAIN):
-        part = tl.arange(0, CHAINS) * states + i
-        written = part * own * each < tl.where(i < states, tiles, 0)
+        part = tl.arange(0, CHAINS) * per_chain + i
+        written = part * own * each < tl.where(i < per_chain, tiles, 0)
         at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
         m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
         l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)

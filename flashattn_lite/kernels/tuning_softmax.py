@@ -151,7 +151,7 @@ def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
 
     A function of a row's length and element size and of the GPU: never of the number of rows.
     """
-    if target.kind != "cuda" or target.interpreting or int(target.arch) < 80:
+    if not target.is_cuda(80):
         return None
     block = power_of_two(cols)
     if block > max(WHOLE[itemsize]):

@@ -2,8 +2,8 @@
 
 It comes behind attention's launch and, on sm_90 and newer, may be put on the card while that one still runs.
 One program owns ROWS rows and asks every sequence whether it has them, whatever the table holds: SEQUENCES at a time,
-first whether any is near, then row by row. To fill all of out
-before attention is written over it is a second write of it: of 32 x 512 rows of 16 heads of 128, 67 MB.
+first whether any is near, then row by row. To fill all of out before attention is written over it is a second write of
+it: of 32 x 512 rows of 16 heads of 128, 67 MB.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_epochs_end_and_words_grow():
         for x, want in zip((small, large), expected, strict=True):
             assert torch.equal(ring(x), want)
             (launch,) = kernels.plan(x, (torch.empty_like(x),), 1)
-            seen.append(launch.args[3])  # an epoch that nothing is launched with
+            seen.append(launch.args[4])  # an epoch that nothing is launched with
     assert seen[:2] == [last - 1, 1]
     kernels._words[key] = words[:64].clone().zero_(), iter(range(1, 5))
     for x, want in zip((small, large), expected, strict=True):

@@ -1,4 +1,4 @@
-"""The ring kernel's own source, run on NumPy: who takes which unit, addresses, slots, parts, whoever waits for whom.
+"""The ring kernel's own source, run on NumPy: who draws which unit, addresses, slots, parts, whoever waits for whom.
 
 Programs are threads that pause at random, of which only some may be there at once. A slot whose copy is on its way and
 memory that nobody wrote hold rubbish. Not shown: warps within a program, its barriers, the GPU's arithmetic.
@@ -18,9 +18,10 @@ import torch
 
 np: Any = pytest.importorskip("numpy", "2")
 
-SOURCE = Path(__file__).parent.parent / "flashattn_lite" / "kernels" / "softmax_ring.py"
+KERNELS = Path(__file__).parent.parent / "flashattn_lite" / "kernels"
 WARPS, RUBBISH = 2, 77
 LOG2E = 1.4426950408889634
+drawing = threading.Lock()
 here = threading.local()  # a program's number, grid, copies on their way
 
 
@@ -87,6 +88,13 @@ def store(ptr, values, mask=True):
 
 
 def asm(text, constraints, args, **options):
+    if "atom" in text:
+        pause()
+        with drawing:
+            ptr = args[0]
+            number = int(ptr.array[0])
+            ptr.array[0] += 1
+        return tensor([number] + [0] * (WARPS - 1), np.int32)
     (ptr, *words), seen = args, []
     for word in range(2):  # one after the other, each as a whole
         pause()
@@ -132,7 +140,8 @@ def kernel():
         num_warps=lambda: WARPS, pointer_type=lambda word: word, static_range=range, static_assert=lambda true: None,
         program_id=lambda axis: tensor(here.program, np.int32), num_programs=lambda axis: tensor(here.grid, np.int32),
         arange=lambda a, b, layout: tensor(np.arange(a, b), np.int32), inline_asm_elementwise=asm, load=load,
-        full=lambda shape, x, dtype, layout: tensor(np.full(shape, x), dtype), zeros_like=np.zeros_like, abs=np.abs,
+        full=lambda shape, x, dtype, layout: tensor(np.full(shape, x), dtype),
+        zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)), zeros_like=np.zeros_like, abs=np.abs,
         convert_layout=lambda x, layout, assert_trivial: x, fma=fma, max=largest, store=store,
         maximum=lambda a, b: tensor(np.fmax(a, b)), minimum=lambda a, b: tensor(np.minimum(a, b)),
         sum=lambda x, axis: tensor(x.sum(axis)),
@@ -148,8 +157,9 @@ def kernel():
         weights=lambda x, scale, m: tensor(np.exp2(fma(x, scale, -m[:, None]))), larger_bfloat16=larger_bfloat16,
         divided=lambda a, b: (a // b, a % b), tops=lambda x, wide, dtype, both: largest(wide, 1),
     )  # fmt: skip
-    text = SOURCE.read_text(encoding="utf-8")
-    exec(compile(text[text.index("@gluon.jit") :], str(SOURCE), "exec"), known)
+    for name in ("softmax_exchange.py", "softmax_ring.py"):
+        text = (KERNELS / name).read_text(encoding="utf-8")
+        exec(compile(text[text.index("@gluon.jit") :], name, "exec"), known)
     return known["ring_kernel"]
 
 
@@ -165,6 +175,7 @@ def run(x, parts, epoch, cols, slots, lag, chunks, again, grid, patience, reside
     units = x[..., 0].numel() * splits
     strides = [s // align for s in (*x.stride()[:3], *torch.empty(x.shape).stride()[:3])]
     numbers = [tensor(v, np.int64) for v in (n // align, splits, x.shape[1], x.shape[2], *strides)]
+    counter = np.zeros(1, np.int32)
     power, failed = 1 << (splits - 1).bit_length(), []
     shape = (cols, slots, lag, power, patience, align, n == splits * cols, False, width, width == 2, chunks, again)
 
@@ -172,7 +183,7 @@ def run(x, parts, epoch, cols, slots, lag, chunks, again, grid, patience, reside
         here.program, here.grid, here.copies, here.pause = number, min(grid, units), [[]], pauses
         try:
             with np.errstate(all="ignore"):
-                at = Ptr(memory, element, x.storage_offset()), Ptr(y, np.float32), Ptr(parts, None)
+                at = Ptr(memory, element, x.storage_offset()), Ptr(y, np.float32), Ptr(counter, None), Ptr(parts, None)
                 RING(*at, tensor(epoch, np.int32), tensor(units, np.int32), *numbers, *shape)
         except BaseException as error:
             failed.append(error)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
-from flashattn_lite.kernels.start import Starter, on
+from flashattn_lite.kernels.start import Starter, counters, on
 from flashattn_lite.kernels.tuning_softmax import RingTile, SoftmaxTile, ring_tile, softmax_tile
 from flashattn_lite.target import Target
 
@@ -165,16 +165,16 @@ def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int,
     splits = tile.split(cols)
     units = math.prod(d.size for d in dims) * splits
     steps = [d.stride_x // align for d in dims] + [d.stride_y // align for d in dims]
-    args = (x, y, *words_for(x, units, splits), units, cols // align, splits, dims[1].size, dims[2].size, *steps)
+    args = (x, y, *room_for(x, units, splits), units, cols // align, splits, dims[1].size, dims[2].size, *steps)
     width = 4 // x.element_size()
     shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
     shape |= {"PATIENCE": PATIENCE, "ALIGN": align, "EVEN": cols == splits * tile.cols, "WIDTH": width}
     shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks, "AGAIN": tile.again}
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
-    return Launch(ring_kernel, programs_of(tile, units, splits, sms)[1], args, shape | options)
+    return Launch(ring_kernel, (min(units, tile.programs * sms or units),), args, shape | options)
 
 
-def programs_of(tile: SoftmaxTile | RingTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
+def programs_of(tile: SoftmaxTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
     """Whether programs stay and take one unit after the other, and the grid."""
     # As many as whole rows need: a row that some of them begin one unit later is waited for by the others.
     staying = max(1, tile.programs * sms // splits) * splits
@@ -214,23 +214,24 @@ def counts_for(x: Tensor, count: int) -> Tensor:
 _words: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
 
 
-def words_for(x: Tensor, units: int, splits: int) -> tuple[Tensor, int]:
-    """(words, epoch) for ring_kernel: two words for each unit, none of which bears that epoch.
+def room_for(x: Tensor, units: int, splits: int) -> tuple[Any, Tensor, int]:
+    """(counter, words, epoch) for ring_kernel: a zero, and two words for each unit, none of which bears that epoch.
 
-    Kept from call to call; epochs count up, and with the last of int32 new words begin. A captured launch finds zeros
-    at each replay. Of rows that are one unit the kernel looks at no words: any address does.
+    Words are kept from call to call; epochs count up, and with the last of int32 new words begin. A captured launch
+    finds zeros at each replay. Of rows that are one unit the kernel looks at neither: any address does.
     """
     if splits == 1:
-        return x, 1
+        return x, x, 1
     key = sharing(x)
     if key is None:
-        return torch.zeros(2 * units, dtype=torch.int64, device=x.device), 1
+        zeros = torch.zeros(2 * units + 1, dtype=torch.int64, device=x.device)
+        return zeros[2 * units :].view(torch.int32), zeros, 1
     words, epochs = _words.get(key, (None, iter(())))
     epoch = next(epochs, None)
     if words is None or epoch is None or words.numel() < 2 * units:
         words, epoch = torch.zeros(triton.next_power_of_2(2 * units), dtype=torch.int64, device=x.device), 1
         _words[key] = words, iter(range(2, 1 << 31))
-    return words, epoch
+    return counters.next(x.device), words, epoch
 
 
 @functools.cache
@@ -272,7 +273,7 @@ class Ready:
         fresh = 0  # arguments behind the tensors that each call brings anew
         self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
         if "epoch" in known:
-            fresh, self.room = 2, lambda x: words_for(x, units, splits)
+            fresh, self.room = 3, lambda x: room_for(x, units, splits)
         elif splits > 1:
             parts = known["m_parts_ptr"].numel()
             fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))

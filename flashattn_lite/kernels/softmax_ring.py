@@ -1,23 +1,27 @@
 """Softmax of long rows in Gluon: units of a row pass through a ring in shared memory, the output comes LAG units later.
 
-A unit is COLS neighbouring elements of one row, a row is `splits` units, and of the programs, which are all on the GPU
-at once, each takes every `programs`-th. A step of a program takes one unit in and writes one out:
+A unit is COLS neighbouring elements of one row, a row is `splits` units. The programs are all on the GPU at once. The
+first units of each are given, a unit for every program by turns; for the later ones it draws numbers from a counter:
+with equal shares of the units some programs end late, and the launch takes 4 to 6% longer. A step of a program takes
+one unit in and writes one out:
 
-1. its copy, begun AHEAD steps before by cp.async, has landed; the copy of a later unit begins in the slot that is free;
+1. its copy, begun AHEAD steps before by cp.async, has landed; the copy of a later unit begins in the slot that is free,
+   and the number of the next one is drawn;
 2. (top, l_i) of the unit, the same state as in `softmax.py`, is published as the unit's part;
 3. of the unit LAG steps back all parts of its row are merged and y = exp(x - top) / l_i is written.
 
 So nobody stands and waits for neighbours: their parts were published while this program worked on its last units. A
 look at them goes out at a step's begin and is needed at its end. Invariant: in a step a program publishes its part
-before it waits for anything, so that no two wait for each other; and nobody waits for ever: after PATIENCE looks a
-program computes all parts of a row itself, because nothing promises that its neighbours are on the GPU.
+before it waits for anything, and numbers only grow, so that no two wait for each other unless one of them has more than
+LAG + 1 units of a row. And nobody waits for ever: after PATIENCE looks a program computes all parts of a row itself,
+because nothing promises that its neighbours are on the GPU, or how fast they are.
 
-A part is two words of 64 bits, (top, epoch) and (l_i, epoch), each of which is there as a whole or not at all. `epoch`
-is a number that no launch had before for this memory, which began as zeros: a word that bears it is of this launch,
-and neither a count nor a fence nor a clearing is needed. Parts are merged in one order by whoever needs them, computed
-in one order by whoever computes them: a row has the same bits whichever program takes which unit, waits or gives up.
+A part bears the launch's epoch (softmax_exchange.py), a number that no launch had before for this memory, which began
+as zeros: neither a count nor a fence nor a clearing is needed. Parts are merged in one order by whoever needs them,
+computed in one order by whoever computes them: a row has the same bits whichever program takes which unit, waits or
+gives up.
 
-PARTS 1: a unit is a row, LAG is 0, nothing is published.
+PARTS 1: a unit is a row, LAG is 0, nothing is published or drawn.
 
 CHUNKS: a unit is worked on in so many equal pieces, and a thread sums an element of each; AGAIN: the pieces are loaded
 twice, for maximum and sum, and none is kept in registers.
@@ -35,8 +39,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from flashattn_lite.kernels.device.integers import divided
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, reference, weights
+from flashattn_lite.kernels.device.state import LOG2E, finish, reference, weights
 from flashattn_lite.kernels.gluon_names import async_load, barrier
+from flashattn_lite.kernels.softmax_exchange import (
+    asked,
+    draw,
+    drawn,
+    look,
+    merged,
+    offer,
+    offsets,
+    publish,
+    room_of,
+    taken,
+)
 from flashattn_lite.kernels.softmax_tiles import larger_bfloat16, larger_float16, tops, widen
 
 
@@ -113,15 +129,6 @@ def start_of(unit, sizes, strides, COLS: gl.constexpr, ALIGN: gl.constexpr, FLAT
 
 
 @gluon.jit
-def offsets(COLS: gl.constexpr, TILE: gl.constexpr):
-    """[WARPS, COLS / WARPS] of a unit's columns: each warp has its own stretch, and a state of its own."""
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = COLS // WARPS
-    offs_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, TILE))
-    return offs_w[:, None] * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, TILE))[None, :]
-
-
-@gluon.jit
 def left_of(cols, split, COLS: gl.constexpr):
     """How many of a unit's columns its row has, COLS at most."""
     return gl.minimum(cols - split.to(gl.int64) * COLS, COLS).to(gl.int32)
@@ -140,81 +147,6 @@ def without_tail(x, there, dtype: gl.constexpr):
 
 
 @gluon.jit
-def merged(m_s, l_s):
-    """(top, l_i) of the states that warps have put into their rooms [WARPS]: scalars, in every thread the same."""
-    WARPS: gl.constexpr = gl.num_warps()
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    m_i = m_s.load(EVERY)
-    top = gl.max(m_i, 0)
-    return top, gl.sum(l_s.load(EVERY) * gl.exp2((m_i - reference(top)) * LOG2E), 0)
-
-
-@gluon.jit
-def word_of(value, epoch):
-    return (epoch.to(gl.int64) << 32) | (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
-
-
-@gluon.jit
-def value_of(word):
-    return word.to(gl.int32).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def publish(parts_ptr, unit, top, l_i, epoch):
-    """One thread writes a unit's part, in words that are there as a whole or not at all."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-        " @p st.relaxed.gpu.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }",
-        "=r,l,l,l",
-        [parts_ptr + unit.to(gl.int64) * 2, word_of(top, epoch), word_of(l_i, epoch)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def look(parts_ptr, tile, splits, PARTS: gl.constexpr):
-    """The words of a row's parts [WARPS, PARTS / WARPS] as each warp finds its share of them, past the L1 cache."""
-    WARPS: gl.constexpr = gl.num_warps()
-    SHARE: gl.constexpr = max(1, PARTS // WARPS)
-    offs_s = offsets(SHARE * WARPS, gl.BlockedLayout([1, max(1, SHARE // 32)], [1, 32], [WARPS, 1], [1, 0]))
-    ptrs = parts_ptr + (tile * splits + gl.minimum(offs_s, splits - 1)).to(gl.int64) * 2
-    m_word, l_word = gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [ptrs],
-        dtype=(gl.int64, gl.int64), is_pure=False, pack=1,
-    )  # fmt: skip
-    return m_word, l_word, offs_s < splits
-
-
-@gluon.jit
-def offer(words, epoch, row_rooms):
-    """Each warp merges its share of a row's parts for the others, and tells them if one is missing."""
-    m_s, l_s, missing_s = row_rooms
-    m_word, l_word, real = words
-    m_i, l_i = gl.where(real, value_of(m_word), EMPTY_M), gl.where(real, value_of(l_word), EMPTY_L)
-    published = ((m_word >> 32).to(gl.int32) == epoch) & ((l_word >> 32).to(gl.int32) == epoch)
-    top = gl.max(m_i, 1)
-    m_s.store(top)
-    l_s.store(gl.sum(l_i * gl.exp2((m_i - reference(top)[:, None]) * LOG2E), 1))
-    missing_s.store(gl.max(gl.where(published, 0, 1), 1))
-
-
-@gluon.jit
-def taken(row_rooms):
-    """(top, l_i) of the row whose parts warps have offered, and if one is missing: scalars."""
-    m_s, l_s, missing_s = row_rooms
-    top, l_i = merged(m_s, l_s)
-    EVERY: gl.constexpr = gl.BlockedLayout([gl.num_warps()], [32], [gl.num_warps()], [0])
-    return top, l_i, gl.max(missing_s.load(EVERY), 0)
-
-
-@gluon.jit
-def asked(parts_ptr, tile, splits, epoch, row_rooms, PARTS: gl.constexpr):
-    """A look at a row's parts that is waited for."""
-    offer(look(parts_ptr, tile, splits, PARTS), epoch, row_rooms)
-    return taken(row_rooms)
-
-
-@gluon.jit
 def computed(x_ptr, parts_ptr, tile, epoch, words, sizes, strides, rooms, WORDS: gl.constexpr,
              PARTS: gl.constexpr, ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr, BOTH: gl.constexpr,
              DTYPE: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr):  # fmt: skip
@@ -229,6 +161,24 @@ def computed(x_ptr, parts_ptr, tile, epoch, words, sizes, strides, rooms, WORDS:
         rooms[1].store(l_w)
         top, l_i = merged(rooms[0], rooms[1])
         publish(parts_ptr, unit, top, l_i, epoch)
+
+
+@gluon.jit
+def awaited(found, x_ptr, parts_ptr, tile, epoch, words, sizes, strides, rooms, row_rooms, WORDS: gl.constexpr,
+            PARTS: gl.constexpr, PATIENCE: gl.constexpr, ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr,
+            BOTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr):  # fmt: skip
+    """(top, l_i) of a row, of which `found` is what `taken` gave: looked for again while a part is missing."""
+    top, l_i, missing = found
+    looks = 0
+    while (missing != 0) & (looks < PATIENCE):
+        top, l_i, missing = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, PARTS)
+        looks += 1
+    if missing != 0:
+        computed(x_ptr, parts_ptr, tile, epoch, words, sizes, strides, rooms,
+                 WORDS, PARTS, ALIGN, EVEN, FLAT, BOTH, DTYPE, TILE, CHUNKS)  # fmt: skip
+        barrier()  # from here on all threads see what one has published
+        top, l_i, _ = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, PARTS)
+    return top, l_i
 
 
 @gluon.jit
@@ -276,6 +226,17 @@ def write(y_ptr, ring, slot, left, top, inv_l, CHUNKS: gl.constexpr, COLS: gl.co
 
 
 @gluon.jit
+def first_numbers(first, programs, LAG: gl.constexpr, AHEAD: gl.constexpr):
+    """Units of LAG steps ago, none yet (-1), to AHEAD steps later: given by turns."""
+    numbers = ()
+    for _ in gl.static_range(LAG):
+        numbers = numbers + (first * 0 - 1,)
+    for i in gl.static_range(AHEAD + 1):
+        numbers = numbers + (first + i * programs,)
+    return numbers
+
+
+@gluon.jit
 def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS: gl.constexpr):
     """An allocation for each chunk of all slots: Triton would put barriers between copies into one."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -286,24 +247,21 @@ def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS
     return ring
 
 
-@gluon.jit
-def room_of(dtype: gl.constexpr):
-    """Room for a value that each warp has for the others. One each: Triton would put barriers between stores to one."""
-    return gl.allocate_shared_memory(dtype, [gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
 # Nothing is specialized on a size or a stride, as in `softmax.py`: what comes in elements comes divided by ALIGN, which
 # is 16 bytes.
-@gluon.jit(do_not_specialize=range(3, 15))
+@gluon.jit(do_not_specialize=[2, *range(4, 16)])
 def ring_kernel(
-    x_ptr, y_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,
+    x_ptr, y_ptr, counter_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,
     size_1: gl.int32, size_r: gl.int64, stride_x0: gl.int64, stride_x1: gl.int64, stride_xr: gl.int64,
     stride_y0: gl.int64, stride_y1: gl.int64, stride_yr: gl.int64,
     COLS: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, PATIENCE: gl.constexpr,
     ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr, WIDTH: gl.constexpr, BOTH: gl.constexpr,
     CHUNKS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """y = softmax(x) along the columns, which lie side by side. parts_ptr: two int64 a unit; not used with PARTS 1."""
+    """y = softmax(x) along the columns, which lie side by side.
+
+    counter_ptr: an int32 zero of this launch alone; parts_ptr: two int64 a unit; neither is used with PARTS 1.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     WORDS: gl.constexpr = COLS // WIDTH
     WORD: gl.constexpr = gl.int32 if WIDTH == 2 else gl.float32
@@ -320,22 +278,25 @@ def ring_kernel(
     rooms = (room_of(gl.float32), room_of(gl.float32))
     if PARTS > 1:
         row_rooms = (room_of(gl.float32), room_of(gl.float32), room_of(gl.int32))
+        number_s = room_of(gl.int32)
     x_ptr = x_ptr.to(gl.pointer_type(WORD))
     words, cols = cols * STEP, cols * ALIGN
     first, programs = gl.program_id(0), gl.num_programs(0)
-    count = (units - first + programs - 1) // programs
-    for i in range(AHEAD):
-        begin(x_ptr, i, first + i * programs, units, words, sizes, x_strides, ring,
+    numbers = first_numbers(first, programs, LAG, AHEAD)
+    for j in gl.static_range(AHEAD):
+        begin(x_ptr, j, numbers[LAG + j], units, words, sizes, x_strides, ring,
               SLOTS, WORDS, PARTS, STEP, EVEN, FLAT, TILE, CHUNKS)  # fmt: skip
-    for i in range(count + LAG):
-        unit, done = first + i * programs, first + gl.maximum(i - LAG, 0) * programs
-        y_start, tile, split = start_of(done, sizes, y_strides, COLS, ALIGN, FLAT, PARTS)
+    i = 0
+    while numbers[0] < units:  # of LAG steps ago
+        unit = numbers[LAG]
+        y_start, tile, split = start_of(gl.maximum(numbers[0], 0), sizes, y_strides, COLS, ALIGN, FLAT, PARTS)
         if PARTS > 1:
+            next_w = draw(counter_ptr, gl.SliceLayout(1, TILE))
             parts = look(parts_ptr, tile, splits, PARTS)
-        begin(x_ptr, i + AHEAD, unit + AHEAD * programs, units, words, sizes, x_strides, ring,
+        begin(x_ptr, i + AHEAD, numbers[LAG + AHEAD], units, words, sizes, x_strides, ring,
               SLOTS, WORDS, PARTS, STEP, EVEN, FLAT, TILE, CHUNKS)  # fmt: skip
         async_copy.wait_group(AHEAD)
-        if i < count:
+        if unit < units:
             if not EVEN:
                 _, _, own = start_of(unit, sizes, x_strides, COLS, ALIGN, FLAT, PARTS)
                 end(ring, i % SLOTS, left_of(words, own, WORDS), CHUNKS, WORDS, DTYPE, TILE)
@@ -343,23 +304,21 @@ def ring_kernel(
             rooms[0].store(m_w)
             rooms[1].store(l_w)
         if PARTS > 1:
+            number_s.store(next_w)
             offer(parts, epoch, row_rooms)
         top, l_i = merged(rooms[0], rooms[1])
+        later = numbers[LAG + AHEAD] + programs
         if PARTS > 1:
-            if i < count:
+            later = drawn(number_s) + (AHEAD + 1) * programs
+            if unit < units:
                 publish(parts_ptr, unit, top, l_i, epoch)
-            top, l_i, missing = taken(row_rooms)
-        if i >= LAG:
+            found = taken(row_rooms)
+        if numbers[0] >= 0:
             if PARTS > 1:
-                looks = 0
-                while (missing != 0) & (looks < PATIENCE):
-                    top, l_i, missing = asked(parts_ptr, tile, splits, epoch, row_rooms, PARTS)
-                    looks += 1
-                if missing != 0:
-                    computed(x_ptr, parts_ptr, tile, epoch, words, sizes, x_strides, rooms,
-                             WORDS, PARTS, STEP, EVEN, FLAT, BOTH, DTYPE, TILE, CHUNKS)  # fmt: skip
-                    barrier()  # from here on all threads see what one has published
-                    top, l_i, _ = asked(parts_ptr, tile, splits, epoch, row_rooms, PARTS)
+                top, l_i = awaited(found, x_ptr, parts_ptr, tile, epoch, words, sizes, x_strides, rooms, row_rooms,
+                                   WORDS, PARTS, PATIENCE, STEP, EVEN, FLAT, BOTH, DTYPE, TILE, CHUNKS)  # fmt: skip
             inv_l, _ = finish(top, l_i)  # not in `write`: Triton 3.6 crashes
             write(y_ptr + y_start, ring, (i + SLOTS - LAG) % SLOTS, left_of(cols, split, COLS), top, inv_l,
                   CHUNKS, COLS, EVEN, DTYPE, TILE, WIDE)  # fmt: skip
+        numbers = numbers[1:] + (later,)
+        i += 1

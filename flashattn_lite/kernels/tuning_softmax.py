@@ -92,23 +92,19 @@ SPLIT = {2: SoftmaxTile(1, 8192, 4, 128, programs=4), 4: SoftmaxTile(1, 8192, 4,
 # one unit, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
 # warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
 RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
-# Rows that are split, by whether they have more than RING_LONG columns, and bytes an element: 16 KiB a unit.
-# 1024 x 2^17 and 16 x 2^20, four slots and three programs: bf16 3720 and 2745, fp32 3914 and 3264; together_kernel 3094
-# and 2539, 3731 and 2915 in that run; copies 4180 and 3393, 4190 and 3806. One unit of lag 3628 and 2628, 3794 and
-# 2931; smaller units 1750 and 813 at 2^20. No gain from 1 / l in the exponent, stores .cs, several copies of the parts,
-# a ring filled at once, units that divide 16 x 2^20 better.
-# Six slots and two programs, four and three: 2048 x 2^16, 1024 x 2^17, 512 x 2^18, 128 x 2^19: bf16 3717, 3765,
-# 3786, 3544 for 3605, 3662, 3752, 3633; fp32 3824, 3944, 3965, 3893 for 3798, 3884, 3944, 3896; 256 x 2^17 1% less.
-# Lag 2 level, lag 4 3778 at 2^16 and 3707 at 2^18. At 1024 x 2^17, bf16: units of 32 KiB 3175 to 3528, of 8 KiB 2836 to
-# 3449, 8 warps a unit of 16 KiB 2990 to 3213, a program for each unit, of 16 to 64 KiB, 3100 to 3669.
-RING_LONG = 1 << 18
+# Rows that are split, by bytes an element: 16 KiB a unit. 2048 x 2^16, 1024 x 2^17, 128 x 2^19 and 16 x 2^20:
+# bf16 3993, 4011, 3742 and 2635 (a copy 4159, 4159, 3979 and 3393), fp32 4053, 4074, 3990 and 3277 (4180, 4173, 4156
+# and 3782). Four slots, two units of lag and three programs, bf16: 3919, 3917, 3708 and 2796, fp32 3988, 4000, 3830 and
+# 2968. When each program had an equal share of the units, at 2^17: bf16 3716, fp32 3884.
+# At 2^17, bf16: lag 2 3903; seven slots, lag 3 or 4 3939, 3949; lag 1 with four slots 3608; 8 warps 3743; units of 8
+# KiB 3696 and 3924, of 32 KiB 3753. The next look at parts sent out before the output instead of after it: bf16 3830
+# and, in 8 chunks, 4014, fp32 4111; at 2^20 2542 and 3080.
 RING_SPLIT = {
-    False: {
-        2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
-        4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
-    },
-    True: {2: RingTile(8192, 4, slots=4, lag=2, programs=3), 4: RingTile(4096, 4, slots=4, lag=2, programs=3)},
+    2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
+    4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
 }
+# Longer rows, by bytes an element, and the columns past which.
+RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
@@ -154,15 +150,18 @@ def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
     if not target.is_cuda(80):
         return None
     block = power_of_two(cols)
-    if block > max(WHOLE[itemsize]):
-        tile: RingTile | None = RING_SPLIT[cols > RING_LONG][itemsize]
-    else:
+    tile: RingTile | None = RING_SPLIT[itemsize]
+    if block <= max(WHOLE[itemsize]):
         tile = RING_WHOLE.get((itemsize, block))
+    elif itemsize in RING_LONG and cols > RING_LONG[itemsize][0]:
+        tile = RING_LONG[itemsize][1]
     if tile is None:
         return None
-    shared = shared_bytes(target) + SHARED_RESERVED  # of all programs
-    fit = shared // (tile.slots * tile.cols * itemsize + RING_STATES + SHARED_RESERVED)
-    return replace(tile, programs=min(tile.programs, fit)) if fit else None
+    unit, shared = tile.cols * itemsize, shared_bytes(target) + SHARED_RESERVED
+    fit = {n: shared // (n * unit + RING_STATES + SHARED_RESERVED) for n in range(tile.slots, 0, -1)}
+    # A shorter ring rather than fewer programs, as long as the copy of a unit is on its way.
+    slots = next((n for n in fit if n > tile.lag + 1 and fit[n] >= tile.programs), tile.slots)
+    return replace(tile, slots=slots, programs=min(tile.programs, fit[slots])) if fit[slots] else None
 
 
 def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:

@@ -1,0 +1,137 @@
+"""ring_kernel from the host: which rows it serves, its arguments, the memory that launches of a stream share."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashattn_lite import target as targets
+from flashattn_lite.kernels import softmax_launch as kernels
+from flashattn_lite.kernels import tuning
+from flashattn_lite.kernels.tuning_softmax import ring_tile
+from flashattn_lite.target import Target
+
+HOPPER = Target("cuda", 90, "sm_90")
+
+
+def planned(x: Tensor, dim: int = 1, target: Target = HOPPER, **given: Any) -> list[kernels.Launch]:
+    launches = kernels.plan(x, (torch.empty_like(x),), dim, target, **given)
+    assert launches is not None
+    return launches
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def names(*launches: kernels.Launch) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
+
+
+on_a_gpu = pytest.mark.skipif(targets.interpreting(), reason="ring_kernel is Gluon, which the interpreter does not run")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("cols", [16392, 32768, 32776, 2**17 + 8, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
+    (one,), (many,) = planned(empty(1, cols, dtype=dtype)), planned(empty(1000, cols, dtype=dtype))
+    assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
+    whole = cols <= 32768
+    assert names(one) == ["softmax_kernel" if whole and dtype == torch.float32 else "ring_kernel"]
+    if one.kernel is kernels.ring_kernel:
+        units, length, splits = one.args[5:8]
+        step = one.kwargs["COLS"]
+        assert (splits == 1) == whole and (splits - 1) * step < cols == length * one.kwargs["ALIGN"] <= splits * step
+        assert one.grid == (units,) == (splits,)
+        tile = ring_tile(cols, dtype.itemsize, HOPPER)
+        assert many.grid == (1000 if whole else tile.programs * kernels.OFFLINE,)  # all of them on the GPU at once
+
+
+@on_a_gpu
+def test_a_ring_gives_up_a_slot_before_a_program() -> None:
+    on = {arch: ring_tile(2**17, 4, Target("cuda", arch, f"sm_{arch}")) for arch in (80, 86, 90)}
+    assert [(tile.slots, tile.programs) for tile in on.values()] == [(5, 2), (6, 1), (6, 2)]
+
+
+@on_a_gpu
+def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, whole = empty(16, 2**20), empty(64, 32768)
+    assert names(*planned(long), *planned(whole)) == ["ring_kernel"] * 2
+    unaligned = [empty(16, 2**20 + 3), empty(16, 2**20 + 8)[:, 3:], empty(16, 2**17, 2)[:, :, 0]]
+    assert names(*(launch for x in unaligned for launch in planned(x))) == ["together_kernel"] * 3
+    assert names(*planned(empty(2**20, 16), 0)) == ["stats_kernel", "normalise_kernel"]
+    assert names(*planned(empty(16, 2**21))) == ["stats_kernel", "normalise_kernel"]  # more than waits for each other
+    assert names(*planned(long, at_once=0)) == ["stats_kernel", "normalise_kernel"]
+    old = Target("cuda", 75, "sm_75")
+    assert names(*planned(long, target=old), *planned(whole, target=old)) == ["together_kernel", "softmax_kernel"]
+    assert names(*planned(long, target=Target("hip", "gfx942", "gfx942"))) == ["stats_kernel", "normalise_kernel"]
+    assert names(*planned(long, target=Target("cuda", 86, "sm_86"))) == ["ring_kernel"]  # 99 KiB: one program an SM
+    # float32: 256 units of a row, but 132 programs
+    assert names(*planned(long.float(), target=Target("cuda", 86, "sm_86"))) == ["together_kernel"]
+    monkeypatch.setattr(tuning, "SHARED_BYTES", {90: 64 << 10})
+    assert names(*planned(long), *planned(whole)) == ["together_kernel", "softmax_kernel"]
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "ring_kernel", None)  # as where Gluon lacks something
+    assert names(*planned(long), *planned(whole)) == ["together_kernel", "softmax_kernel"]
+
+
+def test_a_tensor_that_starts_between_words_is_not_aligned() -> None:
+    memory = torch.zeros(8 * 4096 + 8, dtype=torch.float16)
+    assert [planned(memory[at:][: 8 * 4096].view(8, 4096))[0].kwargs["ALIGN"] for at in (0, 1, 8)] == [8, 1, 8]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("cols", [32768, 2**18])
+def test_a_prepared_ring_brings_every_argument_in_its_place(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on", lambda device, launch, *args: launch(*args))
+    x = empty(6, cols)
+    (launch,) = planned(x)
+    ready, started = kernels.Ready(launch, 2), []
+    ready.start, options = started.append, ready.start.options
+    ready(x, launch.args[1])
+    known = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.kwargs
+    given = dict(zip(launch.kernel.arg_names, started[0], strict=True)) | options
+    words, others = known.pop("parts_ptr"), given.pop("parts_ptr")
+    counter, another = known.pop("counter_ptr"), given.pop("counter_ptr")
+    assert known == given
+    if cols == 32768:
+        assert words is others is counter is another is x
+    else:
+        assert words.shape == others.shape == (2 * 6 * 32 + 1,)
+        assert counter.dtype == another.dtype == torch.int32 and counter.shape == another.shape == (2,)
+
+
+def test_what_a_stream_keeps_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and words are found again on their stream alone, grow, and no epoch comes twice on the same words."""
+    stream, capturing = SimpleNamespace(cuda_stream=1), False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for kept in ("_counts", "_words"):
+        monkeypatch.setattr(kernels, kept, {})
+    numbers = itertools.count()
+    monkeypatch.setattr(kernels, "counters", SimpleNamespace(next=lambda device: next(numbers)))
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), get_device=lambda: 0)
+    counts, (first_zero, words, epoch) = kernels.counts_for(x, 3), kernels.room_for(x, 40, 4)
+    assert kernels.counts_for(x, 1000) is counts and kernels.counts_for(x, 5000).numel() >= 5000
+    zero, again, later = kernels.room_for(x, 12, 4)
+    assert again is words and later == epoch + 1 and zero != first_zero and kernels.room_for(x, 12, 1) == (x, x, 1)
+    _, larger, first = kernels.room_for(x, 1000, 4)
+    assert larger.numel() >= 2000 and first == 1 and not larger.any()
+    kernels._words[0, 1] = larger, iter([2**31 - 1])
+    assert [kernels.room_for(x, 12, 4)[2] for _ in range(3)] == [2**31 - 1, 1, 2]
+    assert kernels._words[0, 1][0] is not larger
+    stream.cuda_stream = 2
+    assert kernels.room_for(x, 12, 4)[2] == 1 and kernels.counts_for(x, 3) is not counts
+    capturing = True
+    each = [kernels.room_for(x, 12, 4) for _ in range(2)]
+    assert each[0][1] is not each[1][1] and [epoch for *_, epoch in each] == [1, 1]
+    assert all(zero.data_ptr() == words[24:].data_ptr() and not words.any() for zero, words, _ in each)
+    assert kernels.counts_for(x, 3) is not kernels.counts_for(x, 3)

@@ -49,7 +49,15 @@ from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import tma_store
 from flashattn_lite.kernels.hopper_again import again
 from flashattn_lite.kernels.hopper_producer import producer
-from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, past_keys, take_rows
+from flashattn_lite.kernels.hopper_rows import (
+    close,
+    empty_state,
+    is_bad,
+    out_pointers,
+    past_keys,
+    settles_first,
+    take_rows,
+)
 from flashattn_lite.kernels.hopper_scores import careful, fast, settled_first
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
@@ -209,7 +217,8 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, rows, task, args, F, T)
     state = (acc, m_i, l_i)
-    state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)
+    if not settles_first(F, T):
+        state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)
     if F.mask == "":
         state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(rows.settled, skip + 1), task.count, rows, task,
                               args, False, WG, F, T)  # fmt: skip

@@ -22,6 +22,12 @@ class Rows(NamedTuple):
     settled: Any  # tiles of keys after which the reference stays
 
 
+@gluon.constexpr_function
+def settles_first(F, T):
+    """Whether the first tile that is visited sets the reference of every row for good, whatever the lengths."""
+    return T.SETTLES_AT_ONCE and F.mask == "" and not F.left and not F.right
+
+
 @gluon.jit
 def take_rows(task, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """The rows of consumer WG in a row tile."""

@@ -15,7 +15,7 @@ from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kern
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, MERGE_REGISTERS, DecodeConfig, decode_tile, fills, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -111,7 +111,7 @@ class Call:
             partial["maxnreg"] = config.registers
         merge = unfused | {"num_warps": 1, "num_stages": 1}
         if target.kind == "cuda":
-            merge["maxnreg"] = MERGE_REGISTERS
+            merge["maxnreg"] = config.merge_registers
         if tile.PDL:
             merge["launch_pdl"] = True
         merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)

@@ -167,6 +167,9 @@ class DecodeConfig:
     chain: int = 4  # neighbouring splits that are folded one after the other
     programs: int = 2  # of partial_kernel on a multiprocessor at once
     columns: int = 32  # of the output, a merging program
+    merge_registers: int = (
+        96  # a thread of merge_kernel at most: the compiler's choice waits for a chain's states twice
+    )
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
 
@@ -185,8 +188,9 @@ SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
-# A thread of merge_kernel: with 64, the compiler's choice, it waits for a chain's states twice. 1 x 8k 14.2 for 14.6.
-MERGE_REGISTERS = 96
+# (columns of a merging program, its registers): microseconds of one token, 1 x 8k, 1 x 32k, 8 x 8k and 64 x 8k, then of
+# four and sixteen tokens, 8 x 8k. 16, 64: 13.4, 36.6, 67.6, 498, 72.5, 90.3. 32, 96: 13.8, 36.9, 67.7, 495, 70.9, 81.7.
+# 64, 168: 14.2, 37.3, 68.1, 494, 70.7, 79.0. 128, 255: 15.0, 38.1, 67.8, 495, 69.9, 78.1. 128, 168: 77.6 of the last.
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
 # the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
 # 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
@@ -203,9 +207,8 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     rows = padded(problem.group * problem.len_q)
     split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
-        return DecodeConfig(
-            min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, columns=16
-        )  # so that small tests cross borders
+        # So that small tests cross borders.
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, columns=16)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -219,14 +222,16 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     if rows == 64:
         # 64 x 256 floats of one state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
-        return DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps, columns=64)
+        tile = DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps)
+        return replace(tile, columns=128, merge_registers=168)
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
+        one = DecodeConfig(rows, block_n, split, 4, stages, programs=4, columns=16, merge_registers=64)
         if paged:
-            return DecodeConfig(rows, block_n, split, 4, stages, programs=4, registers=128)
+            return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
-        return DecodeConfig(rows, block_n, split, 2, _stages(target, 3, block_n * key_bytes), programs=4)
+        return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes))
     return DecodeConfig(rows, block_n, split, 4, stages)
 
 

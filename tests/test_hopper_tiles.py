@@ -1,4 +1,4 @@
-"""Which tile numbers of packed sequences hold rows: the producer's own source, run on Python's integers."""
+"""Which rows a tile number means, and which hold none: the producer's own source, run on Python's integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from flashattn_lite.kernels import hopper_tasks
+from flashattn_lite.kernels.attention_hopper_launch import sections
 from flashattn_lite.kernels.hopper_tasks import ROWS, past_empty, place
+from flashattn_lite.kernels.tuning import LAST_TILES
+from flashattn_lite.target import Target
+
+H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -24,8 +29,10 @@ def test_all_tiles_before_past_empty_are_empty(seed, right, monkeypatch):
     lengths = [rng.choice([0, 1, positions - 1, positions, positions + 1, 5 * positions]) for _ in range(9)]
     num_m = -(-max(lengths) // positions)
     all_heads = heads * len(lengths)
-    sizes = Record(num_m=num_m, heads=heads, all_heads=all_heads, section=heads)  # as `section` has it for packed
-    F, T = Record(right=right), Record(WARPGROUPS=warpgroups, PACK=pack)
+    packed = Record(features=Record(varlen=True), batch=len(lengths))
+    section, early = sections(packed, heads, num_m, H200)
+    sizes = Record(num_m=num_m, heads=heads, all_heads=all_heads, section=section, early=early)
+    F, T = Record(right=right, varlen=True), Record(WARPGROUPS=warpgroups, PACK=pack)
 
     def beyond(tile):
         """The sequence of a tile that lies past its end, else None."""
@@ -39,3 +46,26 @@ def test_all_tiles_before_past_empty_are_empty(seed, right, monkeypatch):
         behind = getattr(behind, "value", behind)
         assert behind > tile
         assert all(between in empty for between in range(tile, min(behind, num_m * all_heads)))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "num_m"), [(8, 16, 1, 16), (1, 6, 3, 200), (3, 5, 1, 7), (70, 8, 4, 4)]
+)
+def test_every_row_tile_once_head_by_head(batch, heads, group, num_m, right, monkeypatch):
+    """Heads of one K/V head together; the last causal ones all together, so that short rows end the launch."""
+    monkeypatch.setattr(hopper_tasks.gl, "minimum", min)
+    problem = Record(features=Record(varlen=False, right=right), batch=batch, heads_kv=heads // group)
+    section, early = sections(problem, heads, num_m, H200)
+    sizes = Record(num_m=num_m, heads=heads, all_heads=batch * heads, section=section, early=early)
+    places = [place.fn(tile, sizes, Record(right=right, varlen=False)) for tile in range(batch * heads * num_m)]
+    assert len(set(places)) == len(places)
+    assert all(0 <= b < batch and 0 <= head < heads and 0 <= block_m < num_m for b, head, block_m in places)
+    if not right:
+        groups = [(b * heads + head) // group for b, head, _ in places]
+        assert groups == sorted(groups)
+        return
+    last = places[early * num_m :]
+    assert len(last) == min(len(places), -(-LAST_TILES * 132 // num_m) * num_m)
+    rows = [block_m for _, _, block_m in last]
+    assert rows == sorted(rows, reverse=True)

@@ -29,7 +29,7 @@ Barriers (mbarrier; each side counts its own phase)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
 Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, as much of O as rows of a tile (none with O_OVER_Q), K
 and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; at most 227 KiB.
-Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (heads come in sections that fit there).
+Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """
 
@@ -352,6 +352,7 @@ def launch_dependents():
         "heads",
         "all_heads",
         "section",
+        "early",
         "rows_q",
         "rows_k",
         "diag_lo",
@@ -366,8 +367,8 @@ def launch_dependents():
     ]
 )
 def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh,
-                            stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, rows_q, rows_k, diag_lo,
-                            diag_hi, num_tiles, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
+                            stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, early, rows_q, rows_k,
+                            diag_lo, diag_hi, num_tiles, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     if F.varlen:
         launch_dependents()
     DTYPE: gl.constexpr = q_desc.dtype
@@ -399,7 +400,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     descs = (q_desc, k_desc, v_desc)
     lse = (lse_ptr, (stride_lb, stride_lh))
     dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
-    sizes = Sizes(num_m, heads, all_heads, section, rows_q, rows_k, diag_lo, diag_hi, num_tiles)
+    sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles)
     # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers.
     if CONSUMERS == 1:
         gl.warp_specialize([

@@ -15,7 +15,7 @@ from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
 from flashattn_lite.kernels.start import Address, Starter, counters, on, rebased
-from flashattn_lite.kernels.tuning import HopperConfig, hopper_tile, padded
+from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -24,7 +24,6 @@ LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
 REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
-L2_BYTES = 32 << 20  # K and V of the heads that are worked on at a time; an H200 has 50 MiB of L2
 
 
 def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
@@ -87,7 +86,7 @@ class Call:
         rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
         self.numbers = (
             *(*strides(out, packed)[:3], *lse_strides(lse, packed)),
-            *(num_m, heads, problem.batch * heads, section(problem, heads), rows_q, rows_k),
+            *(num_m, heads, problem.batch * heads, *sections(problem, heads, num_m, target), rows_q, rows_k),
             *(problem.diag_lo, problem.diag_hi, num_tiles),
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
@@ -136,16 +135,17 @@ def plan(
     return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse, counter), call.start.options
 
 
-def section(problem: AttentionProblem, heads: int) -> int:
-    """How many of the kernel's heads are worked on at a time, so that their K and V fit in L2 together.
+def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:
+    """(how many of the kernel's heads are worked on at a time, how many in such sections; the rest are one more).
 
-    Of packed sequences those of one, whatever its length: `past_empty` counts on it.
+    Those of one K/V head: what runs at the same time then reads as few K and V as can be. Causal row tiles are not
+    equally long: the last heads are one section, so that its long ones come first and short ones end the launch. Of
+    packed sequences the heads of one, whatever its length: `past_empty` counts on it.
     """
     if problem.features.varlen:
-        return heads
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    kv_heads = L2_BYTES // (problem.len_k * row_bytes)
-    return max(1, min(problem.batch * heads, kv_heads * (heads // problem.heads_kv)))
+        return heads, problem.batch * heads
+    last = triton.cdiv(LAST_TILES * target.multiprocessors, num_m) if problem.features.right else 0
+    return heads // problem.heads_kv, max(0, problem.batch * heads - last)
 
 
 def by_head(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:

@@ -76,6 +76,7 @@ class Sizes(NamedTuple):
     heads: Any  # of a batch entry
     all_heads: Any  # of the batch
     section: Any  # heads that are worked on together
+    early: Any  # heads in such sections; those behind them are one more
     rows_q: Any
     rows_k: Any
     diag_lo: Any
@@ -117,12 +118,17 @@ class Task(NamedTuple):
 
 @gluon.jit
 def place(tile, sizes, F: gl.constexpr):
-    """(batch, head, row tile) of a tile number: heads in sections that share L2, long causal rows first."""
-    before = tile // (sizes.section * sizes.num_m)
-    rest = tile - before * sizes.section * sizes.num_m
-    width = gl.minimum(sizes.section, sizes.all_heads - before * sizes.section)
+    """(batch, head, row tile) of a tile number: heads section by section, long causal rows of a section first."""
+    first, end, section = tile * 0, sizes.early, sizes.section
+    if F.right and not F.varlen and tile >= sizes.early * sizes.num_m:
+        first, end, section = sizes.early, sizes.all_heads, sizes.all_heads - sizes.early
+        tile -= sizes.early * sizes.num_m
+    before = tile // (section * sizes.num_m) * section
+    rest = tile - before * sizes.num_m
+    first += before
+    width = gl.minimum(section, end - first)
     block_m = rest // width
-    head = before * sizes.section + rest - block_m * width
+    head = first + rest - block_m * width
     if F.right:
         block_m = sizes.num_m - 1 - block_m
     b = head // sizes.heads

@@ -126,6 +126,17 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
 #        both again *               275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
 #   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
+# The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
+# and 32 MiB of K and V (512 and 1k in another run than the rest):
+#   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
+#   128: 519 606 626 666 724, 499 576 616 654 714, 472 540 574 651 693
+#   256: 504 597 653 697 734, 499 598 654 698 734, 486 572 617 677 703
+# Causal: heads that share 32 MiB; head by head, but for the last, together, of two, three, four row tiles a
+# multiprocessor. Head by head to the end, or with short rows of all heads last: slower.
+#   64:  270 352 413 469 535; 292 352 424 463 529, 281 354 427 477 533, 284 356 429 476 536
+#   128: 344 461 552 618 705; 352 467 554 615 714, 359 456 568 622 721, 349 467 558 629 699
+#   256: 337 462 557 624 702; 353 466 558 631 693, 346 464 565 618 686, 335 456 548 617 676
+LAST_TILES = 2
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
     (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),

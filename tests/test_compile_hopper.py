@@ -59,6 +59,23 @@ def test_q_is_given_back_when_a_product_has_used_it(head_dim, options):
     assert set(behind) == {"wgmma.mma_async"}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "loops"),
+    [
+        (torch.bfloat16, {}, 1),
+        (torch.bfloat16, {"kv_lens": True}, 1),
+        (torch.float16, {}, 2),
+        (torch.bfloat16, {"causal": True}, 2),
+        (torch.bfloat16, {"mask": "bool"}, 1),
+    ],
+)
+def test_no_loop_that_is_never_entered(dtype, options, loops):
+    """Products in the code: two a loop (with care, or fast; under a mask with care only), two apart, two done again."""
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", 64, 64, dtype, **options)
+    consumers = plan[2][-1].WARPGROUPS
+    assert compiled("sm_90", plan).asm["ttgir"].count("ttng.warp_group_dot %") == consumers * (2 * loops + 2 + 2)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_barrier_is_in_use(case):
     """The memory of one that no consumer and no producer knows would serve for sums, and be written by the hardware."""

@@ -117,6 +117,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 # an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal, full at 512,
 # 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm and 50 ms timed, because a card at its power
 # limit chooses otherwise than in a short run. * other runs: of four rounds (none at 512), or a single short one (**).
+# With heads in sections that share 32 MiB of K and V, not measured again in the order below.
 #   64:  three, 64 keys, Q held        230 304 409 464 537, 346 408 470 498 549
 #        the same, held and not *          297 398 456 535,     403 462 493 549; 297 402 450 521, 389 458 475 528
 #        two by turns, 128 keys        225 314 387 446 508, 363 426 462 497 533   (Q held: 3% slower **)
@@ -136,7 +137,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   64:  270 352 413 469 535; 292 352 424 463 529, 281 354 427 477 533, 284 356 429 476 536
 #   128: 344 461 552 618 705; 352 467 554 615 714, 359 456 568 622 721, 349 467 558 629 699
 #   256: 337 462 557 624 702; 353 466 558 631 693, 346 464 565 618 686, 335 456 548 617 676
-LAST_TILES = 2
+LAST_TILES = 2  # row tiles a multiprocessor, at least, of the causal heads that come last and together
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
     (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),
@@ -178,9 +179,7 @@ class DecodeConfig:
     chain: int = 4  # neighbouring splits that are folded one after the other
     programs: int = 2  # of partial_kernel on a multiprocessor at once
     columns: int = 32  # of the output, a merging program
-    merge_registers: int = (
-        96  # a thread of merge_kernel at most: the compiler's choice waits for a chain's states twice
-    )
+    merge_registers: int = 96  # a thread of merge_kernel at most; by its own choice it waits twice for a chain's states
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
 

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import attention, packed, packed_providers, provenance, providers
+from benchmarks import attention, packed, packed_providers, provenance, providers, tables
 from flashattn_lite import target
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
@@ -141,3 +141,25 @@ def test_the_profile_has_a_row_for_each_kernel(tmp_path):
         ("flashattn_lite-triton", "False", "128x64", "2"),
     ]  # one tile serves both lengths
     assert all(0 < int(row["registers"]) <= 255 and int(row["shared_bytes"]) <= 227 << 10 for row in rows)
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_published_tables_are_those_of_the_results(name):
+    """Every line that the CSVs give stands in the page, and the means do."""
+    page = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    lines = tables.TABLES[name](provenance.read_rows(provenance.RESULTS / "h200" / f"{name}.csv"))
+    assert len(lines) > 5
+    missing = [line for line in lines if line.split(":")[0] not in page]
+    assert not missing
+
+
+def test_a_table_by_hand():
+    cell = {"packing": "2x3", "head_dim": "64", "metric": "tflops"}
+    rows = [
+        {**cell, "causal": causal, "provider": provider, "median": median}
+        for causal, medians in (("True", ("300", "200", "100", "50", "60")), ("False", ("8", "10", "1", "2", "3")))
+        for provider, median in zip(
+            ("flashattn_lite", "fa3", "sdpa-varlen", "flex", "sdpa-padded"), medians, strict=True
+        )
+    ]
+    assert tables.packed(rows)[-1] == "| 2 x 3, d64 | 300 (1.50), 8 (0.80) | 200, 10 | 100, 1 | 50, 2 | 60, 3 |"

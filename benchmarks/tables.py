@@ -1,0 +1,159 @@
+"""Results as the tables of docs/performance.md, from their CSV alone: python -m benchmarks.tables
+
+A test compares the page with what this prints, so that no number there is anybody's but a measurement's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.provenance import RESULTS, read_rows
+
+OURS = "flashattn_lite"
+SHORT = {"sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "sdpa-flash": "FA2", "sdpa-efficient": "efficient"}
+
+Row = dict[str, str]
+Speeds = dict[str, float]  # by provider
+
+
+def speeds(rows: Iterable[Row], metric: str, *columns: str) -> dict[tuple[str, ...], Speeds]:
+    """Medians of a metric, by cell and provider."""
+    cells: dict[tuple[str, ...], Speeds] = defaultdict(dict)
+    for row in rows:
+        if row["metric"] == metric:
+            cells[tuple(row[column] for column in columns)][row["provider"]] = float(row["median"])
+    return cells
+
+
+def rivals(cell: Speeds, *ceilings: str) -> Speeds:
+    """All but our own providers and what only moves bytes."""
+    return {name: speed for name, speed in cell.items() if not name.startswith(OURS) and name not in ceilings}
+
+
+def to_best(cell: Speeds, *ceilings: str) -> float:
+    return cell[OURS] / max(rivals(cell, *ceilings).values())
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def line(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def header(*names: str) -> list[str]:
+    return [line(*names), line(*["---"] * len(names))]
+
+
+def joined(cells: Iterable[Speeds], provider: str, between: str = " / ") -> str:
+    """A provider's speeds in some cells, "-" where it is absent."""
+    return between.join(f"{cell[provider]:.0f}" if provider in cell else "-" for cell in cells)
+
+
+def ratios(cells: Iterable[Speeds], ceiling: str) -> str:
+    return " / ".join(f"{cell[OURS] / cell[ceiling]:.2f}" for cell in cells)
+
+
+def kind(causal: str) -> str:
+    return "causal" if causal == "True" else "full"
+
+
+def attention(rows: Sequence[Row]) -> list[str]:
+    """TFLOP/s (ratio to cuDNN, to the best rival and which). Means are over cells of the commit that most rows have."""
+    lines = []
+    for dtype in ("bf16", "fp16"):
+        of_dtype = [row for row in rows if row["dtype"] == dtype]
+        usual = Counter(row["commit"] for row in of_dtype).most_common(1)[0][0]
+        cells = speeds(of_dtype, "tflops", "head_dim", "causal", "len_q")
+        lengths = sorted({length for _, _, length in cells}, key=int)
+        lines += header(dtype, *lengths)
+        commits: dict[tuple[str, ...], str] = {(row["head_dim"], row["causal"]): row["commit"] for row in of_dtype}
+        for dim, causal in sorted(commits, key=lambda key: (int(key[0]), key[1] == "False")):
+            texts = []
+            for length in lengths:
+                cell = cells[dim, causal, length]
+                best = max(rivals(cell), key=cell.__getitem__)
+                both = f"{cell[OURS] / cell['sdpa-cudnn']:.2f}, {to_best(cell):.2f} {SHORT.get(best, best)}"
+                texts.append(f"{cell[OURS]:.0f} ({both})")
+            other = "" if commits[dim, causal] == usual else f" ({commits[dim, causal]})"
+            lines.append(line(f"d{dim} {kind(causal)}{other}", *texts))
+        now = {key: cell for key, cell in cells.items() if commits[key[:2]] == usual}
+        cudnn = geometric_mean(cell[OURS] / cell["sdpa-cudnn"] for cell in now.values())
+        ahead = sum(to_best(cell) >= 1 for cell in now.values())
+        rival = geometric_mean(map(to_best, now.values()))
+        lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(now)} cells, ahead in {ahead}")
+    return lines
+
+
+def packed(rows: Sequence[Row]) -> list[str]:
+    """TFLOP/s causal, full (to the best other)."""
+    cells = speeds(rows, "tflops", "packing", "head_dim", "causal")
+    shown = {"fa3": "FA3", "sdpa-varlen": "torch's varlen_attn", "flex": "FlexAttention", "sdpa-padded": "padded"}
+    lines = header("causal, full", "ours", *shown.values())
+    for packing, dim in dict.fromkeys((packing, dim) for packing, dim, _ in cells):
+        pair = [cells[packing, dim, causal] for causal in ("True", "False")]
+        ours = ", ".join(f"{cell[OURS]:.0f} ({to_best(cell):.2f})" for cell in pair)
+        name = re.sub(r"(\d+)x(\d+)", r"\1 x \2", packing)
+        lines.append(line(f"{name}, d{dim}", ours, *(joined(pair, name, ", ") for name in shown)))
+    return lines
+
+
+def softmax(rows: Sequence[Row]) -> list[str]:
+    """GB/s, bf16 / fp32: softmax beside a copy, statistics beside a read."""
+    shown = {"quack": "Quack", "torch.compile": "torch.compile", "torch": "torch"}
+    lines = header("bf16 / fp32", "copy", "ours", *shown.values(), "to the copy", "to the best peer")
+    for shape, pair in bandwidths(rows, "softmax"):
+        best = " / ".join(f"{to_best(cell, 'copy'):.2f}" for cell in pair)
+        speeds_of = (joined(pair, name) for name in ("copy", OURS, *shown))
+        lines.append(line(shape, *speeds_of, ratios(pair, "copy"), best))
+    lines += header("bf16 / fp32", "read", "ours", "torch's amax", "to the read")
+    for shape, pair in bandwidths(rows, "softmax_stats"):
+        lines.append(line(shape, *(joined(pair, name) for name in ("read", OURS, "torch amax")), ratios(pair, "read")))
+    return lines
+
+
+def bandwidths(rows: Sequence[Row], op: str) -> Iterator[tuple[str, list[Speeds]]]:
+    """(shape, its cells in bf16 and fp32)."""
+    cells = speeds([row for row in rows if row["op"] == op], "gbps", "rows", "cols", "dtype")
+    for shape in dict.fromkeys(key[:2] for key in cells):
+        yield " x ".join(shape), [cells[*shape, dtype] for dtype in ("bf16", "fp32")]
+
+
+def decode(rows: Sequence[Row]) -> list[str]:
+    """GB/s of K and V read."""
+    cells = speeds(rows, "gbps", "batch", "len_kv", "len_q")
+    shown = {"read": "read", OURS: "ours", f"{OURS}-paged": "paged", "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4",
+             "sdpa-flash": "FA2 in torch", "flex": "flex"}  # fmt: skip
+    lines = header("batch x keys", *shown.values(), "to a read, to the best peer")
+    for (batch, keys, tokens), cell in sorted(cells.items(), key=lambda item: tuple(map(int, item[0]))):
+        name = f"{batch} x {int(keys) >> 10}k" + ("" if tokens == "1" else f", {tokens} tokens")
+        both = f"{cell[OURS] / cell['read']:.2f}, {to_best(cell, 'read'):.2f}"
+        lines.append(line(name, *(f"{cell[provider]:.0f}" for provider in shown), both))
+    return lines
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
+    "attention": attention,
+    "packed": packed,
+    "softmax": softmax,
+    "decode": decode,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS / "h200", help="a folder of CSVs: %(default)s")
+    options = parser.parse_args(argv)
+    for name, table in TABLES.items():
+        print("\n".join((name, *table(read_rows(options.results / f"{name}.csv")), "")))
+
+
+if __name__ == "__main__":
+    main()

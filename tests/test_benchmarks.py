@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 import statistics
 
 import pytest
@@ -151,6 +152,18 @@ def test_published_tables_are_those_of_the_results(name):
     assert len(lines) > 5
     missing = [line for line in lines if line.split(":")[0] not in page]
     assert not missing
+
+
+def test_the_readme_has_the_means():
+    rows = provenance.read_rows(provenance.RESULTS / "h200" / "attention.csv")
+    text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
+    means = next(line for line in tables.attention(rows) if "of cuDNN and" in line)  # bf16 comes first
+    cudnn, rival, cells, ahead = re.fullmatch(
+        r"(\S+) of cuDNN and (\S+) of .*: (\d+) cells, ahead in (\d+)", means
+    ).groups()
+    assert f"{float(cudnn):.2f} times the speed of cuDNN" in text
+    assert f"{float(rival):.2f} times that of the fastest rival" in text
+    assert f"over {cells} shapes; {ahead} of them we lead" in text
 
 
 def test_a_table_by_hand():

@@ -28,13 +28,18 @@ def room_of(dtype: gl.constexpr):
 
 
 @gluon.jit
-def merged(m_s, l_s):
-    """(top, l_i) of the states that warps have put into their rooms [WARPS]: scalars, in every thread the same."""
+def of_all(room):
+    """What each warp has put into a room [WARPS], in every thread."""
     WARPS: gl.constexpr = gl.num_warps()
-    EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    m_i = m_s.load(EVERY)
+    return room.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def merged(m_s, l_s):
+    """(top, l_i) of the states that warps have put into their rooms: scalars, in every thread the same."""
+    m_i = of_all(m_s)
     top = gl.max(m_i, 0)
-    return top, gl.sum(l_s.load(EVERY) * gl.exp2((m_i - reference(top)) * LOG2E), 0)
+    return top, gl.sum(of_all(l_s) * gl.exp2((m_i - reference(top)) * LOG2E), 0)
 
 
 @gluon.jit
@@ -91,8 +96,7 @@ def taken(row_rooms):
     """(top, l_i) of the row whose parts warps have offered, and if one is missing: scalars."""
     m_s, l_s, missing_s = row_rooms
     top, l_i = merged(m_s, l_s)
-    EVERY: gl.constexpr = gl.BlockedLayout([gl.num_warps()], [32], [gl.num_warps()], [0])
-    return top, l_i, gl.max(missing_s.load(EVERY), 0)
+    return top, l_i, gl.max(of_all(missing_s), 0)
 
 
 @gluon.jit
@@ -111,10 +115,3 @@ def draw(counter_ptr, LAYOUT: gl.constexpr):
         "=r,l", [counter_ptr + gl.zeros([gl.num_warps()], gl.int32, LAYOUT)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def drawn(number_s):
-    """What `draw` had for the first warp: a scalar, in every thread the same."""
-    EVERY: gl.constexpr = gl.BlockedLayout([gl.num_warps()], [32], [gl.num_warps()], [0])
-    return gl.max(number_s.load(EVERY), 0)

@@ -171,7 +171,8 @@ def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int,
     shape |= {"PATIENCE": PATIENCE, "ALIGN": align, "EVEN": cols == splits * tile.cols, "WIDTH": width}
     shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks, "AGAIN": tile.again}
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
-    return Launch(ring_kernel, (min(units, tile.programs * sms or units),), args, shape | options)
+    programs = min(units, tile.programs * sms) if tile.programs else units
+    return Launch(ring_kernel, (programs,), args, shape | options)
 
 
 def programs_of(tile: SoftmaxTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:

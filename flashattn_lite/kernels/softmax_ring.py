@@ -27,7 +27,7 @@ CHUNKS: a unit is worked on in so many equal pieces, and a thread sums an elemen
 twice, for maximum and sum, and none is kept in registers.
 
 Each element is read once from global memory, twice from shared memory, and written once. Shared memory: SLOTS units of
-raw elements (LAG + 1 of them held, AHEAD on their way) and five values a warp, by which warps exchange their states.
+raw elements (LAG + 1 of them held, AHEAD on their way) and six values a warp, by which warps exchange their states.
 Three barriers a step: before a slot is filled anew, when a copy has landed, at the exchange. A bfloat16 element costs
 14 instructions with 64 of them a thread, 10 in PARTS 1 with 128.
 """
@@ -44,9 +44,9 @@ from flashattn_lite.kernels.gluon_names import async_load, barrier
 from flashattn_lite.kernels.softmax_exchange import (
     asked,
     draw,
-    drawn,
     look,
     merged,
+    of_all,
     offer,
     offsets,
     publish,
@@ -309,7 +309,7 @@ def ring_kernel(
         top, l_i = merged(rooms[0], rooms[1])
         later = numbers[LAG + AHEAD] + programs
         if PARTS > 1:
-            later = drawn(number_s) + (AHEAD + 1) * programs
+            later = gl.max(of_all(number_s), 0) + (AHEAD + 1) * programs
             if unit < units:
                 publish(parts_ptr, unit, top, l_i, epoch)
             found = taken(row_rooms)

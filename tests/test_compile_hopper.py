@@ -76,6 +76,22 @@ def test_no_loop_that_is_never_entered(dtype, options, loops):
     assert compiled("sm_90", plan).asm["ttgir"].count("ttng.warp_group_dot %") == consumers * (2 * loops + 2 + 2)
 
 
+def used_after(definition, code):
+    """The code between a value's definition and its first use."""
+    rest = code[definition.end() :]
+    return rest[: re.search(rf"{re.escape(definition[1])}\b", rest).start()]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_the_next_row_tile_is_asked_for_without_waiting(varlen):
+    """A number, with nothing to order; and nothing reads it before the copy of the last V tile is on its way."""
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", 128, 128, torch.bfloat16, causal=True, varlen=varlen)
+    code = compiled("sm_90", plan).asm["ttgir"]
+    asked = list(re.finditer(r"(%\w+) = tt.atomic_rmw add, (\w+), gpu, [^\n]*", code))
+    assert {match[2] for match in asked} == {"relaxed"}
+    assert any("async_tma_copy_global_to_local" in used_after(match, code) for match in asked)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_barrier_is_in_use(case):
     """The memory of one that no consumer and no producer knows would serve for sums, and be written by the hardware."""

@@ -27,6 +27,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     key_start,
     locate,
     lse_pointers,
+    no_task,
     past_empty,
     q_slot,
     rows_of,
@@ -41,41 +42,97 @@ def copy(desc, index, full, buffer):
 
 
 @gluon.jit
-def serve(task, descs, rings, bars, it, n_tile, F: gl.constexpr, T: gl.constexpr):
-    """Copies Q and every visited K and V tile of a row tile; K runs one ahead of V. Returns the ring's position."""
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    q_desc, k_desc, v_desc = descs
-    q_s, k_s, v_s, _ = rings
-    entry = entry_of(task, F)
+def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T: gl.constexpr):
+    """Copies the rows of Q of consumer w."""
     kv_head, in_group = heads_of(task, T)
-    for w in gl.static_range(CONSUMERS):
-        at, phase = q_slot(n_tile, w, T)
-        mbarrier.wait(bars.q_empty.index(at), phase ^ 1)
-        row = task.start_q + task.first + w * (ROWS // T.PACK)
-        copy(q_desc, [entry, kv_head, row, in_group, 0], bars.q_full.index(at), q_s.index(at))
-    for i in range(task.count + 1):
-        at = (it + i) % T.STAGES
-        if (i < task.count) | (T.APART == 0):
-            mbarrier.wait(bars.k_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
-        if i < task.count:
-            row = task.start_k + key_start(i, task, T)
-            copy(k_desc, [entry, kv_head, row, 0], bars.k_full.index(at), k_s.index(at))
-        if i > 0:
-            at = (it + i - 1) % T.STAGES
-            if T.APART:
-                mbarrier.wait(bars.v_empty.index(at), (((it + i - 1) // T.STAGES) & 1) ^ 1)
-            row = task.start_k + key_start(i - 1, task, T)
-            copy(v_desc, [entry, kv_head, row, 0], bars.v_full.index(at), v_s.index(at))
-    return it + task.count
+    at, phase = q_slot(n_tile, w, T)
+    mbarrier.wait(bars.q_empty.index(at), phase ^ 1)
+    row = task.start_q + task.first + w * (ROWS // T.PACK)
+    copy(desc, [entry_of(task, F), kv_head, row, in_group, 0], bars.q_full.index(at), rings[0].index(at))
 
 
 @gluon.jit
-def report(task, n_message, n_report, talk, T: gl.constexpr):
+def ask(counter_ptr):
+    """Asks for the next tile of this block; `answer` waits for its number."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.atomic_add(counter_ptr + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def answer(asked):
+    """The tile that was asked for, past the last when there is none."""
+    lane = gl.arange(0, 32, layout=asked.type.layout)
+    return gl.max(gl.where(lane == 0, asked, 0), 0) + gl.num_programs(0)
+
+
+@gluon.jit
+def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr):
+    """The tile, or the next drawn that does not lie past the end of its packed sequence."""
+    if F.varlen:
+        empty = tile < sizes.num_tiles
+        while empty:
+            task = locate(tile, sizes, args, F, T)
+            empty = task.first >= task.len_q
+            if empty:  # and so are those up to the next one that is not, for every block
+                gl.atomic_max(counter_ptr, past_empty(task, sizes, F, T) - gl.num_programs(0), sem="relaxed")
+                tile = answer(ask(counter_ptr))
+                empty = tile < sizes.num_tiles
+    return tile
+
+
+@gluon.jit
+def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, F: gl.constexpr,
+          T: gl.constexpr):  # fmt: skip
+    """Tells the consumers of a row tile and copies its Q and every K and V tile that it visits; K runs one ahead of V.
+
+    The first K tile comes before the Q of all consumers but one, so that this one may begin. With a counter, the next
+    row tile is asked for, as late as can be: who has drawn a short one ahead of a long one ends late. Returns (number
+    of the next message, what `ask` gave).
+    """
+    CONSUMERS: gl.constexpr = T.WARPGROUPS
+    q_desc, k_desc, v_desc = descs
+    _, k_s, v_s, _ = rings
+    entry = entry_of(task, F)
+    kv_head, _ = heads_of(task, T)
+    copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
+    for i in range(task.count):
+        at = (it + i) % T.STAGES
+        mbarrier.wait(bars.k_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
+        row = task.start_k + key_start(i, task, T)
+        copy(k_desc, [entry, kv_head, row, 0], bars.k_full.index(at), k_s.index(at))
+        if i == 0:
+            for w in gl.static_range(1, CONSUMERS):
+                copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
+            n_message = send(message, task, n_message, talk)
+        else:
+            copy_v(task, i - 1, v_desc, v_s, bars, it, False, F, T)
+    asked = 0
+    if counter_ptr is not None:
+        asked = ask(counter_ptr)
+    copy_v(task, task.count - 1, v_desc, v_s, bars, it, True, F, T)
+    return n_message, asked
+
+
+@gluon.jit
+def copy_v(task, i, desc, v_s, bars, it, LAST: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Copies the i-th V tile of a row tile."""
+    kv_head, _ = heads_of(task, T)
+    at = (it + i) % T.STAGES
+    if T.APART:
+        mbarrier.wait(bars.v_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
+    elif LAST:  # its room is given back with the next K tile's, for which nobody has waited yet
+        mbarrier.wait(bars.k_empty.index((it + i + 1) % T.STAGES), (((it + i + 1) // T.STAGES) & 1) ^ 1)
+    row = task.start_k + key_start(i, task, T)
+    copy(desc, [entry_of(task, F), kv_head, row, 0], bars.v_full.index(at), v_s.index(at))
+
+
+@gluon.jit
+def report(n_message, n_report, talk, T: gl.constexpr):
     """Waits until the consumers have finished all that was sent; 1 if any of them says so."""
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     settled, verdicts = talk[3], talk[4]
-    n_message = send(REPORT, task, n_message, talk)
+    n_message = send(REPORT, no_task(n_message), n_message, talk)
     mbarrier.wait(settled, n_report & 1)
     verdict = 0
     for w in gl.static_range(CONSUMERS):
@@ -97,27 +154,6 @@ def marked(task, lse, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter_ptr):
-    """The next tile of this block, past the last when there is none."""
-    return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-
-
-@gluon.jit
-def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """The tile, or the next drawn that does not lie past the end of its packed sequence."""
-    if F.varlen:
-        empty = tile < sizes.num_tiles
-        while empty:
-            task = locate(tile, sizes, args, F, T)
-            empty = task.first >= task.len_q
-            if empty:  # and so are those up to the next one that is not, for every block
-                gl.atomic_max(counter_ptr, past_empty(task, sizes, F, T) - gl.num_programs(0))
-                tile = draw(counter_ptr)
-                empty = tile < sizes.num_tiles
-    return tile
-
-
-@gluon.jit
 def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F: gl.constexpr, T: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     it, n_tile, n_message, n_report = 0, 0, 0, 0
@@ -126,15 +162,14 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
         count = 0
         while (tile < sizes.num_tiles) & (count < LISTED):
             task = locate(tile, sizes, args, F, T)
-            n_message = send(tile * 4 + FAST, task, n_message, talk)
             listed.index(count).store(gl.full([1], tile, gl.int32, ONE))
-            tile = draw(counter_ptr)  # on its way while the copies go out
-            it = serve(task, descs, rings, bars, it, n_tile, F, T)
-            tile = exists_one(tile, counter_ptr, sizes, args, F, T)
+            n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile,
+                                     counter_ptr, F, T)  # fmt: skip
+            tile = exists_one(answer(asked), counter_ptr, sizes, args, F, T)
+            it += task.count
             n_tile += 1
             count += 1
-        task = locate(tile * 0, sizes, args, F, T)
-        failed, n_message, n_report = report(task, n_message, n_report, talk, T)
+        failed, n_message, n_report = report(n_message, n_report, talk, T)
         if failed == 0:
             count = 0
         for i in range(count):
@@ -143,10 +178,11 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
             mode = marked(task, lse, F, T)
             dirty = 0
             while mode != FAST:
-                n_message = send(again * 4 + mode, task, n_message, talk)
-                it = serve(task, descs, rings, bars, it, n_tile, F, T)
+                n_message, _ = serve(again * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, F,
+                                     T)  # fmt: skip
+                it += task.count
                 n_tile += 1
-                verdict, n_message, n_report = report(task, n_message, n_report, talk, T)
+                verdict, n_message, n_report = report(n_message, n_report, talk, T)
                 if mode == REDO:
                     dirty |= verdict
                     mode = marked(task, lse, F, T)
@@ -156,5 +192,4 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
                     mode = MINUS
                 else:
                     mode = FAST
-    task = locate(tile * 0, sizes, args, F, T)
-    n_message = send(END, task, n_message, talk)
+    send(END, no_task(tile), n_message, talk)

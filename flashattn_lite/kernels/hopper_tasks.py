@@ -160,6 +160,13 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def no_task(number):
+    """What goes with a message that is about no row tile; of a number only the type counts."""
+    zero = number * 0
+    return Task(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
 def past_empty(task, sizes, F: gl.constexpr, T: gl.constexpr):
     """The first tile number behind the row tiles that a packed sequence is too short for; its heads are a section."""
     rows = sizes.num_m

@@ -173,9 +173,11 @@ def test_every_problem_has_a_tile_that_fits(dim, group, rows):
     )
     config = tuning.hopper_tile(problem)
     tile = attention_hopper_launch.tile_of(problem, config)
-    o_rows = 0 if tile.O_OVER_Q else tile.BLOCK_M
-    shared = 2 * (64 * tile.Q_SLOTS * tile.BLOCK_D + o_rows * tile.BLOCK_DV)
+    shared = 2 * (64 * tile.Q_SLOTS * tile.BLOCK_D + tile.BLOCK_M * tile.O_SLOTS * tile.O_WIDTH)
     shared += 2 * tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
     others, system = 3072, 1024  # the list, messages and barriers
     assert shared + others + system <= (228 << 10) // config.blocks
     assert tile.PACK == 1 or tile.GROUP <= tile.PACK <= 64
+    # A copy of O may still be under way in all other buffers: the next must be the one that has waited longest.
+    assert tile.BLOCK_DV // tile.O_WIDTH % tile.O_SLOTS == 0
+    assert tile.STAGES * tile.BLOCK_N >= tile.BLOCK_M  # rows done again leave through the room of V

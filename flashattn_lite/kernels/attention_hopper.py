@@ -27,8 +27,8 @@ Barriers (mbarrier; each side counts its own phase)
   settled          consumers -> producer: everything sent so far is finished and its verdict written
   cleaned          consumers -> consumers: V is free of what is not finite (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
-Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, as much of O as rows of a tile (none with O_OVER_Q), K
-and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; at most 227 KiB.
+Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O, K and V
+STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; at most 227 KiB.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """
@@ -223,7 +223,7 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
         state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(rows.settled, skip + 1), task.count, rows, task,
                               args, False, WG, F, T)  # fmt: skip
     acc, m_i, l_i = state
-    if not (T.O_OVER_Q or T.Q_HELD):
+    if not T.Q_HELD:
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)  # the next Q may land under what follows
 
     at = it % T.STAGES
@@ -237,43 +237,72 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     if T.APART:
         mbarrier.arrive(bars.v_empty.index(at), count=1)
 
+    # O is on its way while its rows are looked at; who waits for room, waits behind that.
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    out = rounded(acc * weight[:, None], DTYPE)
+    deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
     mark = gl.where(overflow, EXACT, gl.where(is_bad(acc, S_LAYOUT), CLEAN, 0))
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F)
     gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=rows.exists)
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
-    weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    o_buffer = o_s.index(q_at if T.O_OVER_Q else WG)
-    deliver(rounded(acc * weight[:, None], DTYPE), dst, o_buffer, task, rows.exists & (mark == 0), WG, F, T)
+    deliver(out, T.O_SLOTS, T.BLOCK_DV // T.O_WIDTH, dst, o_s, task, rows.exists, WG, F, T)
     return it + 1, failed
 
 
 @gluon.jit
-def deliver(out, dst, o_buffer, task, write, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Writes a consumer's rows of O by TMA; packed, where the next rows belong to another sequence, one by one."""
-    flat = o_buffer.reshape([ROWS, T.BLOCK_DV])
-    tma.store_wait(0)  # the rows before have left the buffer
-    flat.store(out)
-    if F.varlen:
-        if task.first + (WG + 1) * (ROWS // T.PACK) <= task.len_q:
-            send_rows(dst, o_buffer, task, WG, F, T)
-        else:
-            WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-            wanted = gl.convert_layout(write.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
-            offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-            ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
-            gl.store(ptrs, flat.load(WIDE), mask=wanted[:, None] & inside)
-            fence_async_shared()
+def columns(x, first: gl.constexpr, T: gl.constexpr):
+    """Columns first to first + O_WIDTH of x [64, n]."""
+    if x.shape[1] == T.O_WIDTH:
+        return gl.convert_layout(x, T.PIECE_LAYOUT, assert_trivial=True)
     else:
-        send_rows(dst, o_buffer, task, WG, F, T)
+        HALF: gl.constexpr = x.shape[1] // 2
+        low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), (0, 2, 1)))
+        if first < HALF:
+            return columns(low, first, T)
+        else:
+            return columns(high, first - HALF, T)
 
 
 @gluon.jit
-def send_rows(dst, o_buffer, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Begins the TMA copy of all of a consumer's rows of O."""
+def deliver(out, FIRST: gl.constexpr, LAST: gl.constexpr, dst, o_s, task, exists, WG: gl.constexpr, F: gl.constexpr,
+            T: gl.constexpr):  # fmt: skip
+    """Writes a consumer's rows of O, O_WIDTH columns at a time, each through the next of O_SLOTS buffers."""
+    if F.varlen:
+        whole = task.first + (WG + 1) * (ROWS // T.PACK) <= task.len_q
+        if (whole == 0) & (FIRST == 0):
+            tma.store_wait(0)  # what follows adds no copy to count
+    for i in gl.static_range(FIRST, LAST):
+        buffer = o_s.index(WG * T.O_SLOTS + i % T.O_SLOTS)
+        tma.store_wait(T.O_SLOTS - 1)  # what was in it before has left
+        buffer.reshape([ROWS, T.O_WIDTH]).store(columns(out, i * T.O_WIDTH, T))
+        if F.varlen:
+            if whole:
+                send_rows(dst, buffer, i * T.O_WIDTH, task, WG, F, T)
+            else:  # the next rows in memory are another sequence's
+                write_present(dst, buffer, i * T.O_WIDTH, task, exists, WG, F, T)
+        else:
+            send_rows(dst, buffer, i * T.O_WIDTH, task, WG, F, T)
+
+
+@gluon.jit
+def send_rows(dst, buffer, column: gl.constexpr, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Begins the TMA copy of all of a consumer's rows of O, some columns of it."""
     fence_async_shared()
     kv_head, in_group = heads_of(task, T)
     row = task.start_q + task.first + WG * (ROWS // T.PACK)
-    tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, 0], o_buffer)
+    tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, column], buffer)
+
+
+@gluon.jit
+def write_present(dst, buffer, column: gl.constexpr, task, exists, WG: gl.constexpr, F: gl.constexpr,
+                  T: gl.constexpr):  # fmt: skip
+    """Copies those rows of O that are there, 16 bytes at a time."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.O_WIDTH, T.O_WIDTH // 8], [4, 1], [1, 0])
+    wanted = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
+    offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+    ptrs, inside = out_pointers(dst, offs_r, column, T.O_WIDTH, task, WIDE, WG, F, T)
+    gl.store(ptrs, buffer.reshape([ROWS, T.O_WIDTH]).load(WIDE), mask=wanted[:, None] & inside)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -288,9 +317,6 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
         while message % 4 == FAST:
             it, failed = row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG, F, T)
             message, task, n_message, failed, dirty = listen(n_message + 1, failed, dirty, talk, WG)
-            if T.O_OVER_Q:
-                tma.store_wait(0)  # not earlier: O leaves while the next message is read
-                mbarrier.arrive(bars.q_empty.index(q_slot(n_tile, WG, T)[0]), count=1)
             n_tile += 1
         while message % 4 > FAST:
             found, n_clean = again(task, message % 4, n_tile, it, n_clean, rings, bars, dst, lse, args, WG, F, T)
@@ -300,7 +326,7 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
             message, task, n_message, failed, dirty = listen(n_message + 1, failed, dirty, talk, WG)
     if WG == 0:
         await_turn(WG, T)
-    writes_done()
+    tma.store_wait(0)  # no block ends before its O has left
 
 
 @gluon.jit
@@ -309,20 +335,12 @@ def listen(n_message, failed, dirty, talk, WG: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     message, task = receive(n_message, talk)
     while message == REPORT:
-        writes_done()
         talk[4].index(WG).store(gl.full([1], 0, gl.int32, ONE) + (gl.max(failed, 0) | dirty))
         mbarrier.arrive(talk[3], count=1)
         failed, dirty = failed * 0, dirty * 0
         n_message += 1
         message, task = receive(n_message, talk)
     return message, task, n_message, failed, dirty
-
-
-@gluon.jit
-def writes_done():
-    """Waits until what this thread sent by TMA is in memory, not only out of its buffer."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
-                              is_pure=False, pack=1)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
@@ -379,10 +397,8 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     q_s = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, T.BLOCK_N, T.BLOCK_DV], v_desc.layout)
-    if T.O_OVER_Q:
-        o_s = q_s
-    else:
-        o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_DV], o_desc.layout)
+    O_BUFFERS: gl.constexpr = CONSUMERS * T.O_SLOTS
+    o_s = gl.allocate_shared_memory(DTYPE, [O_BUFFERS, 1, 1, ROWS // T.PACK, T.PACK, T.O_WIDTH], o_desc.layout)
     slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)
     verdicts = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORDS)
     listed = gl.allocate_shared_memory(gl.int32, [LISTED, 1], WORDS)

@@ -46,6 +46,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
     block_d, block_dv = max(64, padded(problem.head_dim)), max(64, padded(problem.head_dim_v))
+    o_width = min(config.o_width, block_dv)
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
@@ -57,7 +58,8 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         GROUP=problem.group,
         PACK=config.pack,
         Q_HELD=config.q_held,
-        O_OVER_Q=block_d == block_dv == 256,
+        O_WIDTH=o_width,
+        O_SLOTS=min(config.o_slots, block_dv // o_width),
         APART=config.apart,
         TURNS=config.turns,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
@@ -94,7 +96,7 @@ class Call:
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
             by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
-            by_group(out, tile.GROUP, [*rows, tile.BLOCK_DV], packed),
+            by_group(out, tile.GROUP, [*rows, tile.O_WIDTH], packed),
         )
         for descriptor in self.descriptors:
             descriptor.base = None  # a call keeps no tensor alive

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,6 +26,13 @@ from flashattn_lite.kernels.hopper_tasks import CLEAN, EXACT, MINUS, PLUS, REDO,
 PART = gl.constexpr(1024)  # elements that a consumer takes at a time, eight a thread
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def writes_done():
+    """Waits until what this thread sent by TMA is in memory, not only out of its buffer."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
@@ -74,7 +80,7 @@ def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl
 def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
     """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
-    q_s, k_s, v_s, o_s = rings
+    q_s, k_s, v_s, _ = rings
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
     O_LAYOUT: gl.constexpr = T.O_LAYOUT
@@ -88,6 +94,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     m_i, l_i, acc = empty_state(T)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     dirty = 0
+    writes_done()  # of O as the first pass left it, which is read and written from here on
     q_at, q_phase = q_slot(n_tile, WG, T)
     q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
@@ -114,37 +121,40 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
     weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
-    write_rows(rounded(acc * weight[:, None], DTYPE), mode, q_at if T.O_OVER_Q else WG, o_s, dst, lse, task, WG, F, T)
+    mbarrier.arrive(bars.cleaned, count=1)
+    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes
+    write_rows(rounded(acc * weight[:, None], DTYPE), mode, v_s, dst, lse, task, WG, F, T)
     mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     # A row with a clean V and its old reference may still show that it needs the maximum: by l_i, or by an acc that a
     # large V made infinite. It is done once more. At the maximum nothing is asked, so that this ends.
     mark = gl.where((exact == 0) & (overflow | is_bad(acc, S_LAYOUT)), EXACT, 0)
     lse_row = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
     gl.store(lse_ptrs, lse_row, mask=asked)
-    return dirty, n_clean
+    return dirty, n_clean + 1
 
 
 @gluon.jit
-def write_rows(x, mode, slot, o_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+def write_rows(x, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """Rows x [64, Dv] of O to where their lse still has a mark; PLUS, MINUS: that infinity to all where x is not 0.
 
-    Through shared memory, 1024 elements at a time: all at once is long straight code, to compile and to spill for.
+    Through shared memory, where V was, 1024 elements at a time: all at once is long straight code, to compile and to
+    spill for.
     """
     TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-    whole = reinterpret(o_s, o_s.dtype, [o_s.shape[0], ROWS, T.BLOCK_DV], PLAIN)
-    parts = reinterpret(o_s, o_s.dtype, [o_s.shape[0] * (ROWS // TAKEN), TAKEN, T.BLOCK_DV], PLAIN)
+    ROOMS: gl.constexpr = T.STAGES * (T.BLOCK_N // ROWS)
+    whole = reinterpret(v_s, v_s.dtype, [ROOMS, ROWS, T.BLOCK_DV], PLAIN)
+    parts = reinterpret(v_s, v_s.dtype, [ROOMS * (ROWS // TAKEN), TAKEN, T.BLOCK_DV], PLAIN)
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
-    tma.store_wait(0)  # the rows before have left the buffer
-    whole.index(slot).store(x)
+    whole.index(WG).store(x)
     for i in range(ROWS // TAKEN):
         offs_r = i * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
         pos, head, exists = rows_of(offs_r, task, WG, T)
         mark = gl.load(lse_pointers(lse, task, head, pos, F), mask=exists, other=0.0).to(gl.int32, bitcast=True)
         wanted = exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
-        ptrs, inside = out_pointers(dst, offs_r, task, WIDE, WG, F, T)
+        ptrs, inside = out_pointers(dst, offs_r, 0, T.BLOCK_DV, task, WIDE, WG, F, T)
         wanted = wanted[:, None] & inside
-        new = parts.index(slot * (ROWS // TAKEN) + i).load(WIDE)
+        new = parts.index(WG * (ROWS // TAKEN) + i).load(WIDE)
         had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0)
         moved = gl.where(new != 0.0, (had.to(gl.float32) + infinity).to(new.dtype), had)
         gl.store(ptrs, gl.where(mode == REDO, new, moved), mask=wanted)

@@ -37,7 +37,8 @@ class HopperTile:
     GROUP: int  # query heads of one key/value head
     PACK: int  # of them in one row tile, as a power of two; 1: one
     Q_HELD: bool  # a consumer keeps its Q in registers: products read half as much from shared memory
-    O_OVER_Q: bool  # O leaves through the buffer of its Q
+    O_WIDTH: int  # columns of O that leave at a time
+    O_SLOTS: int  # buffers for them, of each consumer
     APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
     TURNS: bool  # two consumers issue their products by turns
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
@@ -51,6 +52,11 @@ class HopperTile:
     @property
     def O_LAYOUT(self) -> Any:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_DV, 16])
+
+    @property
+    def PIECE_LAYOUT(self) -> Any:
+        """Of the columns of O that leave at a time."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.O_WIDTH, 16])
 
     @property
     def L_LAYOUT(self) -> Any:

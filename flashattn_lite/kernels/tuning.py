@@ -36,6 +36,8 @@ class HopperConfig:
     apart: bool = False  # K is given back before V of the step before, for rings of few stages
     turns: bool = False  # two consumers issue their products by turns
     q_held: bool = False  # a consumer keeps its Q in registers
+    o_width: int = 128  # columns of O that leave at a time, at most
+    o_slots: int = 1  # buffers for them, of a consumer, at most
 
 
 def power_of_two(count: int) -> int:
@@ -117,7 +119,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 # an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal, full at 512,
 # 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm and 50 ms timed, because a card at its power
 # limit chooses otherwise than in a short run. * other runs: of four rounds (none at 512), or a single short one (**).
-# With heads in sections that share 32 MiB of K and V, not measured again in the order below.
+# With heads in sections that share 32 MiB of K and V.
 #   64:  three, 64 keys, Q held        230 304 409 464 537, 346 408 470 498 549
 #        the same, held and not *          297 398 456 535,     403 462 493 549; 297 402 450 521, 389 458 475 528
 #        two by turns, 128 keys        225 314 387 446 508, 363 426 462 497 533   (Q held: 3% slower **)
@@ -127,6 +129,15 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
 #        both again *               275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
 #   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
+# Again in the order below and with late draws, short runs in turn, full, then causal:
+#   64:  three, 64 keys, Q held        371 422 485 502 543, 211 310 423 463 526   (128 keys: slower, registers spilled)
+#        two by turns, 128 keys        391 451 482 502 519, 202 315 402 454 513
+#        one, 3 blocks an SM           382 433 456 478 489, 285 355 416 446 480
+#   128: two by turns, 64 keys, held   519 591 641 671 666, 299 454 546 612 694
+#        two by turns, 128 keys        508 596 648 707 737, 316 436 545 628 715
+#        three, 64 keys                477 552 644 668 708, 310 423 542 622 716
+#   256: O leaves 64 columns at a time 540 632 692 698 739,   - 547 582 637 704   (128 columns, one buffer: 551 618 680
+#        through two buffers                                                       697 736,   - 509 589 638 697)
 # The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
 # and 32 MiB of K and V (512 and 1k in another run than the rest):
 #   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
@@ -143,9 +154,9 @@ HOPPER_TILES = (
     (64, (2048, 2048), HopperConfig(3, 64, 4, q_held=True)),
     (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, turns=True)),
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3)),
-    (128, (2048, 16384), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
+    (128, (2048, 4096), HopperConfig(2, 128, 2, q_slots=4, apart=True, turns=True)),
     (128, (0, 0), HopperConfig(2, 64, 4, turns=True, q_held=True)),
-    (256, (0, 0), HopperConfig(2, 64, 2, q_slots=3, apart=True)),
+    (256, (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 

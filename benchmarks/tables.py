@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.provenance import RESULTS, read_rows
 
 OURS = "flashattn_lite"
-SHORT = {"sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "sdpa-flash": "FA2", "sdpa-efficient": "efficient"}
+SHORT = {"sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "sdpa-flash": "torch's flash", "flex": "FlexAttention",
+         "sdpa-efficient": "torch's efficient", f"{OURS}-triton": "our portable kernel"}  # fmt: skip
 
 Row = dict[str, str]
 Speeds = dict[str, float]  # by provider
@@ -66,36 +67,54 @@ def kind(causal: str) -> str:
 
 
 def attention(rows: Sequence[Row]) -> list[str]:
-    """TFLOP/s (ratio to cuDNN, to the best rival and which). Means are over cells of the commit that most rows have."""
+    """TFLOP/s (ratio to cuDNN, to the best rival and which)."""
     lines = []
     for dtype in ("bf16", "fp16"):
-        of_dtype = [row for row in rows if row["dtype"] == dtype]
-        usual = Counter(row["commit"] for row in of_dtype).most_common(1)[0][0]
-        cells = speeds(of_dtype, "tflops", "head_dim", "causal", "len_q")
+        cells = attention_cells(rows, dtype)
         lengths = sorted({length for _, _, length in cells}, key=int)
         lines += header(dtype, *lengths)
-        commits: dict[tuple[str, ...], str] = {(row["head_dim"], row["causal"]): row["commit"] for row in of_dtype}
-        for dim, causal in sorted(commits, key=lambda key: (int(key[0]), key[1] == "False")):
+        kinds = {key[:2] for key in cells}
+        for dim, causal in sorted(kinds, key=lambda kind_of: (int(kind_of[0]), kind_of[1] == "False")):
             texts = []
             for length in lengths:
                 cell = cells[dim, causal, length]
                 best = max(rivals(cell), key=cell.__getitem__)
-                both = f"{cell[OURS] / cell['sdpa-cudnn']:.2f}, {to_best(cell):.2f} {SHORT.get(best, best)}"
+                both = f"{to_cudnn(cell):.2f}, {to_best(cell):.2f} {SHORT.get(best, best)}"
                 texts.append(f"{cell[OURS]:.0f} ({both})")
-            other = "" if commits[dim, causal] == usual else f" ({commits[dim, causal]})"
-            lines.append(line(f"d{dim} {kind(causal)}{other}", *texts))
-        now = {key: cell for key, cell in cells.items() if commits[key[:2]] == usual}
-        cudnn = geometric_mean(cell[OURS] / cell["sdpa-cudnn"] for cell in now.values())
-        ahead = sum(to_best(cell) >= 1 for cell in now.values())
-        rival = geometric_mean(map(to_best, now.values()))
-        lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(now)} cells, ahead in {ahead}")
+            lines.append(line(f"d{dim} {kind(causal)}", *texts))
+        cudnn, rival = (geometric_mean(map(ratio, cells.values())) for ratio in (to_cudnn, to_best))
+        ahead = sum(to_best(cell) >= 1 for cell in cells.values())
+        lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}")
+    return lines
+
+
+def attention_cells(rows: Sequence[Row], dtype: str) -> dict[tuple[str, ...], Speeds]:
+    return speeds([row for row in rows if row["dtype"] == dtype], "tflops", "head_dim", "causal", "len_q")
+
+
+def to_cudnn(cell: Speeds, provider: str = OURS) -> float:
+    return cell[provider] / cell["sdpa-cudnn"]
+
+
+def peers(rows: Sequence[Row], earlier: Sequence[Row]) -> list[str]:
+    """Ours to those who were only in an earlier run, each over the cuDNN of its own run; bf16."""
+    now, then = attention_cells(rows, "bf16"), attention_cells(earlier, "bf16")
+    here = {provider for cell in now.values() for provider in cell}
+    lines = header("through cuDNN", "their mean of cuDNN", "ours to theirs, mean", "least", "ahead in")
+    for provider in sorted({provider for cell in then.values() for provider in cell} - here):
+        cells = [key for key in now if provider in then[key]]
+        ratios = [to_cudnn(now[key]) / to_cudnn(then[key], provider) for key in cells]
+        mean = geometric_mean(to_cudnn(then[key], provider) for key in cells)
+        ahead = f"{sum(ratio >= 1 for ratio in ratios)} of {len(cells)}"
+        name = SHORT.get(provider, provider)
+        lines.append(line(name, f"{mean:.2f}", f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", ahead))
     return lines
 
 
 def packed(rows: Sequence[Row]) -> list[str]:
     """TFLOP/s causal, full (to the best other)."""
     cells = speeds(rows, "tflops", "packing", "head_dim", "causal")
-    shown = {"fa3": "FA3", "sdpa-varlen": "torch's varlen_attn", "flex": "FlexAttention", "sdpa-padded": "padded"}
+    shown = {"fa3": "FA3", "sdpa-padded": "padded"}
     lines = header("causal, full", "ours", *shown.values())
     for packing, dim in dict.fromkeys((packing, dim) for packing, dim, _ in cells):
         pair = [cells[packing, dim, causal] for causal in ("True", "False")]
@@ -139,12 +158,18 @@ def decode(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
-    "attention": attention,
-    "packed": packed,
-    "softmax": softmax,
-    "decode": decode,
+Read = Callable[[str], Sequence[Row]]  # the rows of a CSV, by its name
+TABLES: dict[str, Callable[[Read], list[str]]] = {
+    "attention": lambda read: attention(read("attention")),
+    "peers": lambda read: peers(read("attention"), read("attention_peers")),
+    "packed": lambda read: packed(read("packed")),
+    "softmax": lambda read: softmax(read("softmax")),
+    "decode": lambda read: decode(read("decode")),
 }
+
+
+def results(folder: Path = RESULTS / "h200") -> Read:
+    return lambda name: read_rows(folder / f"{name}.csv")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -152,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "h200", help="a folder of CSVs: %(default)s")
     options = parser.parse_args(argv)
     for name, table in TABLES.items():
-        print("\n".join((name, *table(read_rows(options.results / f"{name}.csv")), "")))
+        print("\n".join((name, *table(results(options.results)), "")))
 
 
 if __name__ == "__main__":

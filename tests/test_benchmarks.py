@@ -158,15 +158,21 @@ def test_published_tables_are_those_of_the_results(name):
 
 def test_the_readme_has_the_means():
     text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
-    means = next(
-        line for line in tables.TABLES["attention"](tables.results()) if "of cuDNN and" in line
-    )  # bf16 comes first
-    cudnn, rival, cells, ahead = re.fullmatch(
-        r"(\S+) of cuDNN and (\S+) of .*: (\d+) cells, ahead in (\d+)", means
-    ).groups()
+    read = tables.results()
+    pattern = r"(\S+) of cuDNN and (\S+) of .*: (\d+) cells, ahead in (\d+)"
+    bf16, fp16 = filter(None, (re.fullmatch(pattern, line) for line in tables.TABLES["attention"](read)))
+    cudnn, rival, cells, ahead = bf16.groups()
     assert f"{float(cudnn):.2f} times the speed of cuDNN" in text
     assert f"{float(rival):.2f} times that of the fastest rival" in text
     assert f"over {cells} shapes; {ahead} of them we lead" in text
+    assert f"In float16 we lead in {fp16[4]} shapes of {fp16[3]}, by {float(fp16[2]) - 1:.0%} in the mean" in text
+    others = {line.split(" | ")[0][2:]: line.split(" | ") for line in tables.TABLES["peers"](read)[2:]}
+    assert f"FlashAttention-4 by {float(others['FA4'][2]) - 1:.0%} in the mean" in text
+    assert all(row[-1] == f"{cells} of {cells} |" for row in others.values())
+    assert f"we lead them in all {cells} shapes too" in text
+    packings = tables.speeds(read("packed"), "tflops", "packing", "head_dim", "causal").values()
+    to_fa3 = sorted(cell["flashattn_lite"] / cell["fa3"] for cell in packings)
+    assert f"Packed sequences: {to_fa3[0]:.2f} to {to_fa3[-1]:.2f} of FlashAttention-3" in text
 
 
 def test_a_table_by_hand():

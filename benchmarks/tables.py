@@ -15,16 +15,20 @@ from pathlib import Path
 from benchmarks.provenance import RESULTS, read_rows
 
 OURS = "flashattn_lite"
-SHORT = {"sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "sdpa-flash": "torch's flash", "flex": "FlexAttention",
-         "sdpa-efficient": "torch's efficient", f"{OURS}-triton": "our portable kernel"}  # fmt: skip
+SHORT = {
+    "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention", "sdpa-flash": "torch's flash",
+    "sdpa-efficient": "torch's efficient", "sdpa-varlen": "torch's varlen_attn",
+    f"{OURS}-triton": "our portable kernel",
+}  # fmt: skip
 
 Row = dict[str, str]
 Speeds = dict[str, float]  # by provider
+Cells = dict[tuple[str, ...], Speeds]  # by the values of some columns
 
 
-def speeds(rows: Iterable[Row], metric: str, *columns: str) -> dict[tuple[str, ...], Speeds]:
+def speeds(rows: Iterable[Row], metric: str, *columns: str) -> Cells:
     """Medians of a metric, by cell and provider."""
-    cells: dict[tuple[str, ...], Speeds] = defaultdict(dict)
+    cells: Cells = defaultdict(dict)
     for row in rows:
         if row["metric"] == metric:
             cells[tuple(row[column] for column in columns)][row["provider"]] = float(row["median"])
@@ -85,35 +89,44 @@ def attention(rows: Sequence[Row]) -> list[str]:
         cudnn, rival = (geometric_mean(map(ratio, cells.values())) for ratio in (to_cudnn, to_best))
         ahead = sum(to_best(cell) >= 1 for cell in cells.values())
         lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}")
+        dims = sorted({dim for dim, _, _ in cells}, key=int)
+        by_length = [", ".join(means(cells, ratio, 2, lengths)) for ratio in (to_cudnn, to_best)]
+        lines.append(f"By length {by_length[0]} of cuDNN, {by_length[1]} of the best rival")
+        lines.append(f"By head dim {', '.join(means(cells, to_best, 0, dims))} of the best rival")
     return lines
 
 
-def attention_cells(rows: Sequence[Row], dtype: str) -> dict[tuple[str, ...], Speeds]:
+def means(cells: Cells, ratio: Callable[[Speeds], float], at: int, values: Sequence[str]) -> list[str]:
+    """Geometric means of a ratio over the cells whose key has each of these values at a place."""
+    return [f"{geometric_mean(ratio(cell) for key, cell in cells.items() if key[at] == v):.2f}" for v in values]
+
+
+def attention_cells(rows: Sequence[Row], dtype: str) -> Cells:
     return speeds([row for row in rows if row["dtype"] == dtype], "tflops", "head_dim", "causal", "len_q")
 
 
-def to_cudnn(cell: Speeds, provider: str = OURS) -> float:
-    return cell[provider] / cell["sdpa-cudnn"]
+def to_cudnn(cell: Speeds) -> float:
+    return cell[OURS] / cell["sdpa-cudnn"]
 
 
-def peers(rows: Sequence[Row], earlier: Sequence[Row]) -> list[str]:
-    """Ours to those who were only in an earlier run, each over the cuDNN of its own run; bf16."""
-    now, then = attention_cells(rows, "bf16"), attention_cells(earlier, "bf16")
+def peers(now: Cells, then: Cells, yardstick: str) -> list[str]:
+    """Ours to those who were only in an earlier run, each over the yardstick of its own run."""
     here = {provider for cell in now.values() for provider in cell}
-    lines = header("through cuDNN", "their mean of cuDNN", "ours to theirs, mean", "least", "ahead in")
+    by = SHORT[yardstick]
+    lines = header(f"through {by}", f"their mean of {by}", "ours to theirs, mean", "least", "most", "ahead in")
     for provider in sorted({provider for cell in then.values() for provider in cell} - here):
         cells = [key for key in now if provider in then[key]]
-        ratios = [to_cudnn(now[key]) / to_cudnn(then[key], provider) for key in cells]
-        mean = geometric_mean(to_cudnn(then[key], provider) for key in cells)
-        ahead = f"{sum(ratio >= 1 for ratio in ratios)} of {len(cells)}"
-        name = SHORT.get(provider, provider)
-        lines.append(line(name, f"{mean:.2f}", f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", ahead))
+        theirs = [then[key][provider] / then[key][yardstick] for key in cells]
+        to_theirs = [now[key][OURS] / now[key][yardstick] / their for key, their in zip(cells, theirs, strict=True)]
+        numbers = (geometric_mean(theirs), geometric_mean(to_theirs), min(to_theirs), max(to_theirs))
+        ahead = f"{sum(ratio >= 1 for ratio in to_theirs)} of {len(cells)}"
+        lines.append(line(SHORT.get(provider, provider), *(f"{number:.2f}" for number in numbers), ahead))
     return lines
 
 
 def packed(rows: Sequence[Row]) -> list[str]:
     """TFLOP/s causal, full (to the best other)."""
-    cells = speeds(rows, "tflops", "packing", "head_dim", "causal")
+    cells = packed_cells(rows)
     shown = {"fa3": "FA3", "sdpa-padded": "padded"}
     lines = header("causal, full", "ours", *shown.values())
     for packing, dim in dict.fromkeys((packing, dim) for packing, dim, _ in cells):
@@ -122,6 +135,10 @@ def packed(rows: Sequence[Row]) -> list[str]:
         name = re.sub(r"(\d+)x(\d+)", r"\1 x \2", packing)
         lines.append(line(f"{name}, d{dim}", ours, *(joined(pair, name, ", ") for name in shown)))
     return lines
+
+
+def packed_cells(rows: Sequence[Row]) -> Cells:
+    return speeds(rows, "tflops", "packing", "head_dim", "causal")
 
 
 def softmax(rows: Sequence[Row]) -> list[str]:
@@ -161,8 +178,11 @@ def decode(rows: Sequence[Row]) -> list[str]:
 Read = Callable[[str], Sequence[Row]]  # the rows of a CSV, by its name
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
-    "peers": lambda read: peers(read("attention"), read("attention_peers")),
+    "attention_peers": lambda read: peers(
+        attention_cells(read("attention"), "bf16"), attention_cells(read("attention_peers"), "bf16"), "sdpa-cudnn"
+    ),
     "packed": lambda read: packed(read("packed")),
+    "packed_peers": lambda read: peers(packed_cells(read("packed")), packed_cells(read("packed_peers")), "fa3"),
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
 }

@@ -25,7 +25,7 @@ Barriers (mbarrier; each side counts its own phase)
                                                                                  APART, with V of the step before
   v_full[STAGES]   TMA -> consumers: a tile of V               v_empty[STAGES]   each consumer: done with it, if APART
   settled          consumers -> producer: everything sent so far is finished and its verdict written
-  cleaned          consumers -> consumers: V is free of what is not finite (never in a first pass)
+  cleaned          consumers -> consumers: V is free of what is not finite; all are done with it (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
 Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O, K and V
 STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; at most 227 KiB.

@@ -42,6 +42,20 @@ def copy(desc, index, full, buffer):
 
 
 @gluon.jit
+def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Copies the i-th tile of keys that a row tile visits, of K or of V; the first is the ring's it-th.
+
+    `empty` says that there is room for it, or for the tile that comes LATER; None: it has said so.
+    """
+    kv_head, _ = heads_of(task, T)
+    at = (it + i) % T.STAGES
+    if empty is not None:
+        mbarrier.wait(empty.index((it + i + LATER) % T.STAGES), (((it + i + LATER) // T.STAGES) & 1) ^ 1)
+    row = task.start_k + key_start(i, task, T)
+    copy(desc, [entry_of(task, F), kv_head, row, 0], full.index(at), ring.index(at))
+
+
+@gluon.jit
 def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T: gl.constexpr):
     """Copies the rows of Q of consumer w."""
     kv_head, in_group = heads_of(task, T)
@@ -49,6 +63,39 @@ def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T:
     mbarrier.wait(bars.q_empty.index(at), phase ^ 1)
     row = task.start_q + task.first + w * (ROWS // T.PACK)
     copy(desc, [entry_of(task, F), kv_head, row, in_group, 0], bars.q_full.index(at), rings[0].index(at))
+
+
+@gluon.jit
+def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, F: gl.constexpr,
+          T: gl.constexpr):  # fmt: skip
+    """Tells the consumers of a row tile and copies its Q and every K and V tile that it visits; K runs one ahead of V.
+
+    The first K tile comes before the Q of all consumers but one, so that this one may begin. With a counter, the next
+    row tile is asked for, as late as can be: who has drawn a short one ahead of a long one ends late. Returns (number
+    of the next message, what `ask` gave).
+    """
+    CONSUMERS: gl.constexpr = T.WARPGROUPS
+    q_desc, k_desc, v_desc = descs
+    _, k_s, v_s, _ = rings
+    copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
+    for i in range(task.count):
+        copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, F, T)
+        if i == 0:
+            for w in gl.static_range(1, CONSUMERS):
+                copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
+            n_message = send(message, task, n_message, talk)
+        elif T.APART:
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, F, T)
+        else:  # V is given back with the K behind it, whose room was there
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, F, T)
+    asked = 0
+    if counter_ptr is not None:
+        asked = ask(counter_ptr)
+    if T.APART:
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, F, T)
+    else:
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, F, T)
+    return n_message, asked
 
 
 @gluon.jit
@@ -78,52 +125,6 @@ def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr)
                 tile = answer(ask(counter_ptr))
                 empty = tile < sizes.num_tiles
     return tile
-
-
-@gluon.jit
-def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, F: gl.constexpr,
-          T: gl.constexpr):  # fmt: skip
-    """Tells the consumers of a row tile and copies its Q and every K and V tile that it visits; K runs one ahead of V.
-
-    The first K tile comes before the Q of all consumers but one, so that this one may begin. With a counter, the next
-    row tile is asked for, as late as can be: who has drawn a short one ahead of a long one ends late. Returns (number
-    of the next message, what `ask` gave).
-    """
-    CONSUMERS: gl.constexpr = T.WARPGROUPS
-    q_desc, k_desc, v_desc = descs
-    _, k_s, v_s, _ = rings
-    entry = entry_of(task, F)
-    kv_head, _ = heads_of(task, T)
-    copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
-    for i in range(task.count):
-        at = (it + i) % T.STAGES
-        mbarrier.wait(bars.k_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
-        row = task.start_k + key_start(i, task, T)
-        copy(k_desc, [entry, kv_head, row, 0], bars.k_full.index(at), k_s.index(at))
-        if i == 0:
-            for w in gl.static_range(1, CONSUMERS):
-                copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
-            n_message = send(message, task, n_message, talk)
-        else:
-            copy_v(task, i - 1, v_desc, v_s, bars, it, False, F, T)
-    asked = 0
-    if counter_ptr is not None:
-        asked = ask(counter_ptr)
-    copy_v(task, task.count - 1, v_desc, v_s, bars, it, True, F, T)
-    return n_message, asked
-
-
-@gluon.jit
-def copy_v(task, i, desc, v_s, bars, it, LAST: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Copies the i-th V tile of a row tile."""
-    kv_head, _ = heads_of(task, T)
-    at = (it + i) % T.STAGES
-    if T.APART:
-        mbarrier.wait(bars.v_empty.index(at), (((it + i) // T.STAGES) & 1) ^ 1)
-    elif LAST:  # its room is given back with the next K tile's, for which nobody has waited yet
-        mbarrier.wait(bars.k_empty.index((it + i + 1) % T.STAGES), (((it + i + 1) // T.STAGES) & 1) ^ 1)
-    row = task.start_k + key_start(i, task, T)
-    copy(desc, [entry_of(task, F), kv_head, row, 0], bars.v_full.index(at), v_s.index(at))
 
 
 @gluon.jit

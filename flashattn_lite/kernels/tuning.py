@@ -129,15 +129,15 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
 #        both again *               275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
 #   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
-# Again in the order below and with late draws, short runs in turn, full, then causal:
-#   64:  three, 64 keys, Q held        371 422 485 502 543, 211 310 423 463 526   (128 keys: slower, registers spilled)
-#        two by turns, 128 keys        391 451 482 502 519, 202 315 402 454 513
-#        one, 3 blocks an SM           382 433 456 478 489, 285 355 416 446 480
-#   128: two by turns, 64 keys, held   519 591 641 671 666, 299 454 546 612 694
-#        two by turns, 128 keys        508 596 648 707 737, 316 436 545 628 715
-#        three, 64 keys                477 552 644 668 708, 310 423 542 622 716
-#   256: O leaves 64 columns at a time 540 632 692 698 739,   - 547 582 637 704   (128 columns, one buffer: 551 618 680
-#        through two buffers                                                       697 736,   - 509 589 638 697)
+# Again in the order below, row tiles drawn late; short runs in turn, of which 512 causal came out low for all:
+#   64:  three, 64 keys, Q held        211 310 423 463 526, 371 422 485 502 543   (128 keys: registers spilled, slower)
+#        two by turns, 128 keys        202 315 402 454 513, 391 451 482 502 519
+#        one, 3 blocks an SM           285 355 416 446 480, 382 433 456 478 489
+#   128: two by turns, 64 keys, held   299 454 546 612 694, 519 591 641 671 666
+#        two by turns, 128 keys        316 436 545 628 715, 508 596 648 707 737
+#        three, 64 keys                310 423 542 622 716, 477 552 644 668 708
+#   256: O in 64 columns, two buffers  241 547 582 637 704, 540 632 692 698 739
+#        in 128, one buffer            239 509 589 638 697, 551 618 680 697 736
 # The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
 # and 32 MiB of K and V (512 and 1k in another run than the rest):
 #   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531

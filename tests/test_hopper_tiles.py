@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from flashattn_lite.kernels import hopper_tasks
+from flashattn_lite.kernels import hopper_rows, hopper_tasks
 from flashattn_lite.kernels.attention_hopper_launch import sections
+from flashattn_lite.kernels.device import bounds
 from flashattn_lite.kernels.hopper_tasks import ROWS, past_empty, place
 from flashattn_lite.kernels.tuning import LAST_TILES
 from flashattn_lite.target import Target
@@ -69,3 +70,54 @@ def test_every_row_tile_once_head_by_head(batch, heads, group, num_m, right, mon
     assert len(last) == min(len(places), -(-LAST_TILES * 132 // num_m) * num_m)
     rows = [block_m for _, _, block_m in last]
     assert rows == sorted(rows, reverse=True)
+
+
+@pytest.fixture
+def on_integers(monkeypatch):
+    """The kernel's functions on scalars, as Python's."""
+    integers = Record(minimum=min, maximum=max, where=lambda condition, a, b: a if condition else b)
+    for module in (bounds, hopper_tasks, hopper_rows):
+        monkeypatch.setattr(module, "tl" if module is bounds else "gl", integers)
+        for name in ("tile_start", "key_start", "tiles_past", "past_last"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(getattr(module, name), "fn", getattr(module, name)))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_consumer_takes_with_care_what_it_must(seed, right, at_once, on_integers):
+    """All tiles once; none of those passed over is seen; those behind the careful ones are seen whole.
+
+    Among the careful ones is a tile that sets the reference; block 0 too, where the first tile alone may not.
+    """
+    rng = random.Random(seed)
+    warpgroups, block_n, pack = rng.choice([1, 2, 3]), rng.choice([64, 128]), rng.choice([1, 4])
+    positions = ROWS.value // pack
+    len_q, len_k = rng.randint(1, 900), rng.choice([0, 1, 64, 65, 512, 900, rng.randint(1, 2000)])
+    diag_hi = rng.choice([0, len_k - len_q, rng.randint(-500, 500)]) if right else 0
+    F = Record(left=False, right=right, mask="")
+    T = Record(BLOCK_N=block_n, SETTLES_AT_ONCE=at_once)
+    for first in range(0, len_q, positions * warpgroups):
+        last = min(first + positions * warpgroups, len_q)
+        count, edges, *rest = bounds.visited_tiles.fn(first, last, len_k, 0, diag_hi, block_n, F)
+        names = ("before", "lo", "full_lo", "full_hi")
+        task = Record(count=max(count, 1), edges=max(edges, 1), first=first, len_q=len_q, len_k=len_k, diag_hi=diag_hi,
+                      **dict(zip(names, rest, strict=True)))  # fmt: skip
+        starts = [hopper_tasks.key_start(i, task, F, T) for i in range(task.count)]
+        assert sorted(starts) == [i * block_n for i in range(task.count)]
+        for own in range(first, last, positions):
+            seen = [max(min(row + diag_hi + 1, len_k), 0) if right else len_k
+                    for row in range(own, min(own + positions, len_q))]  # fmt: skip
+            rows = Record(first=own, last=own + positions - 1)
+            skip = hopper_rows.past_keys.fn(rows, task, F, T)
+            settled = hopper_rows.settled_after.fn(own, task, F, T)
+            masked = [start for start in starts if start + block_n > min(seen)]
+            assert skip < task.count
+            assert all(start >= max(seen) for start in starts[:skip])
+            assert all(start + block_n <= min(seen) for start in starts[max(settled, skip + 1) :])
+            if at_once:
+                assert settled <= max(skip, len(masked) - 1) + 1
+            else:
+                assert min(seen) == 0 or 0 in starts[skip : max(settled, skip + 1)]
+                assert settled <= max(len(masked), 1) + 1

@@ -51,7 +51,7 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, F: gl.c
     at = (it + i) % T.STAGES
     if empty is not None:
         mbarrier.wait(empty.index((it + i + LATER) % T.STAGES), (((it + i + LATER) // T.STAGES) & 1) ^ 1)
-    row = task.start_k + key_start(i, task, T)
+    row = task.start_k + key_start(i, task, F, T)
     copy(desc, [entry_of(task, F), kv_head, row, 0], full.index(at), ring.index(at))
 
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, EXACT_M, LOG2E, finish, merge
-from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, key_start, rows_of
+from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, first_keys_early, key_start, rows_of
 
 
 class Rows(NamedTuple):
@@ -34,13 +34,22 @@ def take_rows(task, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T
     POSITIONS: gl.constexpr = ROWS // T.PACK
     pos, head, exists = rows_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT)), task, WG, T)
     first = task.first + WG * POSITIONS
+    return Rows(pos, head, exists, first, first + POSITIONS - 1, settled_after(first, task, F, T))
+
+
+@gluon.jit
+def settled_after(first, task, F: gl.constexpr, T: gl.constexpr):
+    """How many tiles a consumer takes with care: those that need a mask, and those that set its rows' reference."""
     settled = task.edges
     if T.SETTLES_AT_ONCE and F.mask == "" and not F.left:
         # The tile with the last key that the first row sees is the first of which every row sees a key, and the last
         # that needs a mask.
-        seen = past_last(first, task, F)
-        settled = gl.minimum(settled, tiles_past(seen - 1, task, T) + 1)
-    return Rows(pos, head, exists, first, first + POSITIONS - 1, settled)
+        settled = gl.minimum(settled, tiles_past(past_last(first, task, F) - 1, task, F, T) + 1)
+    if first_keys_early(F, T):
+        # Tiles with a key that the first row does not see need a mask; block 0 comes behind the first of them.
+        masked = tiles_past(past_last(first, task, F) - T.BLOCK_N, task, F, T)
+        settled = gl.minimum(settled, gl.maximum(masked, 1) + 1)
+    return settled
 
 
 @gluon.jit
@@ -53,9 +62,9 @@ def past_last(row, task, F: gl.constexpr):
 
 
 @gluon.jit
-def tiles_past(key, task, T: gl.constexpr):
-    """How many of the first tiles visited, which come from the right, begin after a key."""
-    return gl.maximum(key_start(0, task, T) - key + T.BLOCK_N - 1, 0) // T.BLOCK_N
+def tiles_past(key, task, F: gl.constexpr, T: gl.constexpr):
+    """How many tiles, counted from the right end, begin after a key."""
+    return gl.maximum(key_start(0, task, F, T) - key + T.BLOCK_N - 1, 0) // T.BLOCK_N
 
 
 @gluon.jit
@@ -64,7 +73,9 @@ def past_keys(rows, task, F: gl.constexpr, T: gl.constexpr):
     skip = task.first * 0
     if F.right:
         seen = past_last(gl.minimum(rows.last, task.len_q - 1), task, F)
-        skip = gl.minimum(tiles_past(seen - 1, task, T), task.count - 1)
+        skip = gl.minimum(tiles_past(seen - 1, task, F, T), task.count - 1)
+        if first_keys_early(F, T):
+            skip = gl.minimum(skip, 1)
     return skip
 
 

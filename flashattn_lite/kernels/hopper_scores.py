@@ -68,7 +68,7 @@ def mask_out(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def hide(s, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """Scores of the i-th tile with -inf where a row may not look, and with a float mask added."""
-    start_n = key_start(i, task, T)
+    start_n = key_start(i, task, F, T)
     if not sees_whole(start_n, rows, task, F, T):
         s = mask_out(s, start_n, rows, task, args, F, T)
     return s

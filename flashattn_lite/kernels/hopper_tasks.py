@@ -182,10 +182,19 @@ def past_empty(task, sizes, F: gl.constexpr, T: gl.constexpr):
     return (task.b * sizes.num_m + rows) * sizes.section
 
 
+@gluon.constexpr_function
+def first_keys_early(F, T):
+    """Whether key block 0 is the second tile of a visit, so that a row may settle before all edges are taken."""
+    return not T.SETTLES_AT_ONCE and F.right and not F.left and F.mask == ""
+
+
 @gluon.jit
-def key_start(i, task, T: gl.constexpr):
-    """First key of the i-th tile: the edges from the right end on, then the whole tiles."""
-    at = gl.where(i < task.edges, task.edges - 1 - i, i)
+def key_start(i, task, F: gl.constexpr, T: gl.constexpr):
+    """First key of the i-th tile: edges from the right end on, but for `first_keys_early`, then whole tiles."""
+    edge = task.edges - 1 - i
+    if first_keys_early(F, T):
+        edge = gl.where(i == 1, 0, gl.minimum(edge + 1, task.edges - 1))
+    at = gl.where(i < task.edges, edge, i)
     return tile_start(at, task.edges, task.before, task.lo, task.full_lo, task.full_hi, task.count - task.edges,
                       T.BLOCK_N)  # fmt: skip
 

@@ -74,6 +74,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     lse_pointers,
     q_slot,
     receive,
+    stage,
 )
 
 
@@ -114,18 +115,31 @@ def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def own_q(q, T: gl.constexpr):
+    """Q in registers that only what follows uses: ptxas of CUDA 13.4 copies those that several loops use at every step.
+
+    By an xor with blockIdx.z, which is 0, because it sees through a move.
+    """
+    if T.Q_HELD:
+        q = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }", "=r,r", [q],
+                                      dtype=q.dtype, is_pure=False, pack=2)  # fmt: skip
+    return q
+
+
+@gluon.jit
 def pack_p(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """P [64, N] as an operand of a product, in its dtype.
 
     By an asm that stays where it is, because ptxas would do it behind the next scores: then P in float32, P and S are
     all in registers, and some are spilled.
     """
-    low, high = gl.split(gl.reshape(p, [ROWS, p.shape[1] // 2, 2]))
-    KIND: gl.constexpr = "f16x2" if DTYPE.is_fp16() else "bf16x2"
-    words = gl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32,
-                                      is_pure=False, pack=1)  # fmt: skip
-    low, high = words.to(gl.int16).to(DTYPE, bitcast=True), (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(low, high), p.shape), LAYOUT, assert_trivial=True)
+    if DTYPE.is_fp16():
+        w = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False,
+                                      pack=2)  # fmt: skip
+    else:
+        w = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False,
+                                      pack=2)  # fmt: skip
+    return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -138,15 +152,15 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
     for i in range(first, last):
-        at = it % T.STAGES
-        k_at = (it + 1) % T.STAGES
+        at, phase = stage(it, T)
+        k_at, k_phase = stage(it + 1, T)
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
-        mbarrier.wait(bars.k_full.index(k_at), ((it + 1) // T.STAGES) & 1)
+        mbarrier.wait(bars.k_full.index(k_at), k_phase)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
         w = pack_p(p, DTYPE, P_LAYOUT)
         await_turn(WG, T)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-        mbarrier.wait(bars.v_full.index(at), (it // T.STAGES) & 1)
+        mbarrier.wait(bars.v_full.index(at), phase)
         acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         pass_turn(WG, T)
         s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
@@ -174,10 +188,11 @@ def pass_over(count, bars, it, WG: gl.constexpr, T: gl.constexpr):
     for _ in range(count):
         await_turn(WG, T)
         pass_turn(WG, T)
-        mbarrier.wait(bars.k_full.index(it % T.STAGES), (it // T.STAGES) & 1)
-        mbarrier.arrive(bars.k_empty.index(it % T.STAGES), count=1)
+        at, phase = stage(it, T)
+        mbarrier.wait(bars.k_full.index(at), phase)
+        mbarrier.arrive(bars.k_empty.index(at), count=1)
         if T.APART:
-            mbarrier.arrive(bars.v_empty.index(it % T.STAGES), count=1)
+            mbarrier.arrive(bars.v_empty.index(at), count=1)
         it += 1
     return it
 
@@ -185,8 +200,8 @@ def pass_over(count, bars, it, WG: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def first_scores(q, rings, bars, it, S_LAYOUT: gl.constexpr, T: gl.constexpr):
     """S of a row tile's first key tile, which has nothing to overlap with."""
-    at = it % T.STAGES
-    mbarrier.wait(bars.k_full.index(at), (it // T.STAGES) & 1)
+    at, phase = stage(it, T)
+    mbarrier.wait(bars.k_full.index(at), phase)
     k = rings[1].index(at).reshape([T.BLOCK_N, T.BLOCK_D])
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
@@ -220,14 +235,14 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     if not settles_first(F, T):
         state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)
     if F.mask == "":
-        state, p, it = attend(state, p, q, rings, bars, it, gl.maximum(rows.settled, skip + 1), task.count, rows, task,
-                              args, False, WG, F, T)  # fmt: skip
+        state, p, it = attend(state, p, own_q(q, T), rings, bars, it, gl.maximum(rows.settled, skip + 1), task.count,
+                              rows, task, args, False, WG, F, T)  # fmt: skip
     acc, m_i, l_i = state
     if not T.Q_HELD:
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)  # the next Q may land under what follows
 
-    at = it % T.STAGES
-    mbarrier.wait(bars.v_full.index(at), (it // T.STAGES) & 1)
+    at, phase = stage(it, T)
+    mbarrier.wait(bars.v_full.index(at), phase)
     v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
     w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
     acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]

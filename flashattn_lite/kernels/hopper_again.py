@@ -21,7 +21,18 @@ from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, scaled, take
-from flashattn_lite.kernels.hopper_tasks import CLEAN, EXACT, MINUS, PLUS, REDO, ROWS, lse_pointers, q_slot, rows_of
+from flashattn_lite.kernels.hopper_tasks import (
+    CLEAN,
+    EXACT,
+    MINUS,
+    PLUS,
+    REDO,
+    ROWS,
+    lse_pointers,
+    q_slot,
+    rows_of,
+    stage,
+)
 
 PART = gl.constexpr(1024)  # elements that a consumer takes at a time, eight a thread
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -99,8 +110,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     for i in range(task.count):
-        at = it % T.STAGES
-        phase = (it // T.STAGES) & 1
+        at, phase = stage(it, T)
         mbarrier.wait(bars.k_full.index(at), phase)
         k = k_s.index(at).reshape([T.BLOCK_N, T.BLOCK_D])
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]

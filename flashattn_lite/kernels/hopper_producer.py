@@ -32,6 +32,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     q_slot,
     rows_of,
     send,
+    stage,
 )
 
 
@@ -48,9 +49,10 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, F: gl.c
     `empty` says that there is room for it, or for the tile that comes LATER; None: it has said so.
     """
     kv_head, _ = heads_of(task, T)
-    at = (it + i) % T.STAGES
+    at, _ = stage(it + i, T)
     if empty is not None:
-        mbarrier.wait(empty.index((it + i + LATER) % T.STAGES), (((it + i + LATER) // T.STAGES) & 1) ^ 1)
+        room, phase = stage(it + i + LATER, T)
+        mbarrier.wait(empty.index(room), phase ^ 1)
     row = task.start_k + key_start(i, task, F, T)
     copy(desc, [entry_of(task, F), kv_head, row, 0], full.index(at), ring.index(at))
 

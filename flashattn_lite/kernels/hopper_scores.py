@@ -95,9 +95,9 @@ def careful(s, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
 def settled_first(l_i):
     """l_i, known before anything that follows starts: keeps ptxas from waiting for P V ahead of the softmax.
 
-    By a store under a condition that never holds (l_i is a sum of powers, or NaN); it costs six instructions.
+    By a store under a condition that never holds (l_i is a sum of powers, or NaN), of both rows of a thread at once.
     """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred never; .reg .b32 zero; mov.b32 zero, 0; setp.lt.f32 never, $1, 0f00000000; "
-        "@never st.shared.f32 [zero], $1; mov.b32 $0, $1; }",
-        "=f,f", [l_i], dtype=gl.float32, is_pure=False, pack=1)  # fmt: skip
+        "{ .reg .pred never; .reg .b32 at; setp.lt.f32 never, $2, 0f00000000; mov.b32 at, $2; "
+        "@never st.shared.v2.f32 [at], {$2, $3}; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=f,=f,f,f", [l_i], dtype=gl.float32, is_pure=False, pack=2)  # fmt: skip

@@ -248,6 +248,13 @@ def q_slot(n_tile, w: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def stage(it, T: gl.constexpr):
+    """(buffer, phase) of the it-th tile of keys that a block takes. Unsigned, because signed takes twice the steps."""
+    use = it.to(gl.uint32)
+    return (use % T.STAGES).to(gl.int32), (use // T.STAGES & 1).to(gl.int32)
+
+
+@gluon.jit
 def send(message, task, n_message, talk):
     """Tells every consumer a message and its task."""
     slot, slot_full, slot_empty = talk[0], talk[1], talk[2]

@@ -86,14 +86,25 @@ def attention(rows: Sequence[Row]) -> list[str]:
                 both = f"{to_cudnn(cell):.2f}, {to_best(cell):.2f} {SHORT.get(best, best)}"
                 texts.append(f"{cell[OURS]:.0f} ({both})")
             lines.append(line(f"d{dim} {kind(causal)}", *texts))
-        cudnn, rival = (geometric_mean(map(ratio, cells.values())) for ratio in (to_cudnn, to_best))
-        ahead = sum(to_best(cell) >= 1 for cell in cells.values())
-        lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}")
+        lines.append(summary(cells))
         dims = sorted({dim for dim, _, _ in cells}, key=int)
         by_length = [", ".join(means(cells, ratio, 2, lengths)) for ratio in (to_cudnn, to_best)]
         lines.append(f"By length {by_length[0]} of cuDNN, {by_length[1]} of the best rival")
         lines.append(f"By head dim {', '.join(means(cells, to_best, 0, dims))} of the best rival")
     return lines
+
+
+def summary(cells: Cells) -> str:
+    """Of attention: the means of all cells, and in how many nobody is faster."""
+    cudnn, rival = (geometric_mean(map(ratio, cells.values())) for ratio in (to_cudnn, to_best))
+    ahead = sum(to_best(cell) >= 1 for cell in cells.values())
+    return f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}"
+
+
+def packed_summary(cells: Cells) -> str:
+    to_others = list(map(to_best, cells.values()))
+    ahead = sum(ratio >= 1 for ratio in to_others)
+    return f"{min(to_others):.2f} to {max(to_others):.2f} of the best other: {len(to_others)} cells, ahead in {ahead}"
 
 
 def means(cells: Cells, ratio: Callable[[Speeds], float], at: int, values: Sequence[str]) -> list[str]:
@@ -181,8 +192,10 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention_peers": lambda read: peers(
         attention_cells(read("attention"), "bf16"), attention_cells(read("attention_peers"), "bf16"), "sdpa-cudnn"
     ),
+    "attention_fp16_part": lambda read: [summary(attention_cells(read("attention_fp16_part"), "fp16"))],
     "packed": lambda read: packed(read("packed")),
     "packed_peers": lambda read: peers(packed_cells(read("packed")), packed_cells(read("packed_peers")), "fa3"),
+    "packed_part": lambda read: [packed_summary(packed_cells(read("packed_part")))],
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
-from benchmarks.offline import GPUS, attention_plan, attention_problem, compiled, usage  # noqa: E402
+from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch, tuning  # noqa: E402
 
@@ -116,15 +116,6 @@ def test_lengths_do_not_recompile():
         plan = attention_plan(attention_hopper_launch.plan, "sm_90", 64, 64, torch.float16, **options)
         hashes.add(compiled("sm_90", plan).hash)
     assert len(hashes) == 1
-
-
-def test_a_call_keeps_no_tensor_alive():
-    inputs, problem = attention_problem(
-        64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {"causal": True}
-    )
-    out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
-    call = attention_hopper_launch.Call(problem, inputs, out, lse, GPUS["sm_90"][1])
-    assert all(descriptor.base is None for descriptor in call.descriptors)
 
 
 def problem_with(**changes):

@@ -1,0 +1,107 @@
+"""What a launch of the Hopper kernel is given: its own tensors, and nothing of them is kept. Needs no GPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+from benchmarks.offline import GPUS, attention_problem  # noqa: E402
+from flashattn_lite import target as targets  # noqa: E402
+from flashattn_lite.kernels import attention_hopper_launch, start  # noqa: E402
+from flashattn_lite.state import LOG2E  # noqa: E402
+
+pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 has no launches")
+
+
+class Launches:
+    """In the place of a compiled kernel: the addresses and scores of each launch, read after `during` it."""
+
+    function = packed_metadata = None
+
+    def __init__(self, during=lambda: None):
+        self.seen, self.during = [], during
+
+    def run(self, *args):
+        args = args[-len(attention_hopper_launch.attention_hopper_kernel.arg_names) :]
+        self.during()
+        tensors = (*(descriptor.base for descriptor in args[:4]), *args[4:7])
+        self.seen.append(([x.data_ptr() for x in tensors], args[-3]))
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """(call, new tensors for it): a call of the Hopper kernel whose launches are only looked at."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
+    monkeypatch.setattr(attention_hopper_launch.counters, "next", lambda device: counter, raising=False)
+    monkeypatch.setattr(start, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def prepare(launches, sinks=False):
+        def tensors():
+            """(inputs, out, lse), and the addresses that a launch with them must see."""
+            inputs, _ = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, "", (None, None), {})
+            inputs = inputs._replace(k=torch.empty_like(inputs.k))
+            out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
+            return (inputs, out, lse), [x.data_ptr() for x in (*inputs[:3], out, out, lse, counter)]
+
+        _, problem = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, "", (None, None), {})
+        given, _ = tensors()
+        call = attention_hopper_launch.Call(problem, *given, GPUS["sm_90"][1])
+        call.start.compiled = launches
+        return call, tensors
+
+    return prepare
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_each_launch_has_its_own_tensors_and_none_is_kept(sinks, prepared):
+    launches = Launches()
+    call, tensors = prepared(launches, sinks)
+    for _ in range(3):
+        given, expected = tensors()
+        call(*given)
+        addresses, scores = launches.seen.pop()
+        assert addresses == expected
+        assert scores.scale_log2 == call.problem.scale * LOG2E
+        assert (scores.sinks_ptr is given[0].sinks) if sinks else scores.sinks_ptr is None
+        alive = [weakref.ref(x) for x in (*given[0], *given[1:]) if x is not None]
+        del given, scores
+        gc.collect()
+        assert len(alive) == 5 + sinks and not any(reference() is not None for reference in alive)
+    assert len(call.spare) == 1
+
+
+def test_launches_at_the_same_time_do_not_share_their_arguments(prepared):
+    launches = Launches(threading.Barrier(4).wait)
+    call, tensors = prepared(launches)
+    for _ in range(3):
+        each = [tensors() for _ in range(4)]
+        threads = [threading.Thread(target=call, args=given) for given, _ in each]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(addresses for addresses, _ in launches.seen) == sorted(expected for _, expected in each)
+        launches.seen.clear()
+    assert len(call.spare) == 4
+
+
+def test_a_launch_that_fails_takes_its_arguments_with_it(prepared):
+    def fail():
+        raise RuntimeError("no such kernel")
+
+    launches = Launches(fail)
+    call, tensors = prepared(launches)
+    given, _ = tensors()
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        call(*given)
+    launches.during = lambda: None
+    given, expected = tensors()
+    call(*given)
+    assert launches.seen[0][0] == expected

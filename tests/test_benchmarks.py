@@ -180,10 +180,8 @@ def test_the_readme_has_the_results():
     behind = {key: tables.to_best(cell) for key, cell in bf16.items() if tables.to_best(cell) < 1}
     first, second = behind[("256", "True", "512")], behind[("256", "True", "16384")]
     assert len(behind) == 2
-    assert (
-        f"at 512 keys ({first:.2f}; the card waited for that machine's slow host) and at 16k keys ({second:.2f})"
-        in text
-    )
+    assert f"at 512 keys ({first:.2f}; the card seems to have waited for that machine's host)" in text
+    assert f"and at 16k keys ({second:.2f})" in text
     assert all(
         max(rivals, key=rivals.__getitem__) in ("sdpa-cudnn", "fa3") for rivals in map(tables.rivals, bf16.values())
     )

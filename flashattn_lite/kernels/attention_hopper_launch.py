@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from flashattn_lite.errors import show
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
-from flashattn_lite.kernels.start import Address, Starter, counters, on
+from flashattn_lite.kernels.start import Address, Starter, counters, on, rebased
 from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -101,41 +100,25 @@ class Call:
         )
         for descriptor in self.descriptors:
             descriptor.base = None  # a call keeps no tensor alive
-        self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None  # the same for all
-        self.shape = problem.features, tile
-        self.spare: list[list[Any]] = []
         # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
 
-    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> list[Any]:
-        """Of a launch, in a list that belongs to it until `done_with`: to make tensor descriptors anew takes longer."""
-        try:
-            args = self.spare.pop()
-        except IndexError:
-            args = [*map(copy.copy, self.descriptors), None, None, None, *self.numbers, self.scores, *self.shape]
-        args[0].base, args[1].base, args[2].base, args[3].base = inputs.q, inputs.k, inputs.v, out
-        args[4:7] = out, lse, counter
-        if self.scores is None:
-            args[-3] = score_args(self.problem, inputs)
-        return args
-
-    def done_with(self, args: list[Any]) -> None:
-        """Keeps a launch's list for the next, and none of its tensors."""
-        args[0].base = args[1].base = args[2].base = args[3].base = None
-        args[4:7] = None, None, None
-        args[-3] = self.scores
-        self.spare.append(args)
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
+        bases = (inputs.q, inputs.k, inputs.v, out)
+        return (
+            *(rebased(descriptor, x) for descriptor, x in zip(self.descriptors, bases, strict=True)),
+            *(out, lse, counter, *self.numbers),
+            *(score_args(self.problem, inputs), self.problem.features, self.tile),
+        )
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        args = self.arguments(inputs, out, lse, counters.next(out.device))
-        self.start(args)
-        self.done_with(args)
+        self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
         if self.uncovered:
             self.uncovered(inputs, out, lse)
 

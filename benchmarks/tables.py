@@ -102,6 +102,7 @@ def summary(cells: Cells) -> str:
 
 
 def packed_summary(cells: Cells) -> str:
+    """Of packed sequences: the range of all cells, and in how many nobody is faster."""
     to_others = list(map(to_best, cells.values()))
     ahead = sum(ratio >= 1 for ratio in to_others)
     return f"{min(to_others):.2f} to {max(to_others):.2f} of the best other: {len(to_others)} cells, ahead in {ahead}"

@@ -44,6 +44,7 @@ FLOORS = {
     "kernels.attention_launch": 2,
     "kernels.uncovered": 2,
     "kernels.hopper_tasks": 2,
+    "kernels.hopper_epilogue": 2,
     "kernels.hopper_producer": 2,
     "kernels.hopper_rows": 2,
     "kernels.hopper_scores": 2,
@@ -90,6 +91,9 @@ NEIGHBOURS = {
     ("kernels.attention_hopper", "kernels.hopper_rows"),
     ("kernels.attention_hopper", "kernels.hopper_scores"),
     ("kernels.attention_hopper", "kernels.hopper_again"),
+    ("kernels.attention_hopper", "kernels.hopper_epilogue"),
+    ("kernels.hopper_again", "kernels.hopper_epilogue"),
+    ("kernels.hopper_epilogue", "kernels.hopper_tasks"),
     ("kernels.hopper_again", "kernels.hopper_rows"),
     ("kernels.hopper_again", "kernels.hopper_scores"),
     ("kernels.hopper_again", "kernels.hopper_tasks"),
@@ -112,7 +116,7 @@ SHARING = ("kernels.device", "integrations", "testing", "distributed")
 
 # Lines that are neither blank nor docstring (that is there for the caller, not for the reader of the code); of a
 # function its body: a kernel's signature has a line for each stride.
-FILE_LIMITS = {"kernels/attention_hopper.py": 450, "kernels/": 300, "": 200}
+FILE_LIMITS = {"kernels/": 300, "": 200}
 FUNCTION_LIMIT = 60
 TEST_FILE_LIMIT = 250
 

@@ -38,7 +38,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -46,14 +45,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn_lite.kernels.device.state import rounded
-from flashattn_lite.kernels.gluon_names import tma_store
 from flashattn_lite.kernels.hopper_again import again
+from flashattn_lite.kernels.hopper_epilogue import deliver
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
     close,
     empty_state,
     is_bad,
-    out_pointers,
     past_keys,
     settles_first,
     take_rows,
@@ -69,8 +67,6 @@ from flashattn_lite.kernels.hopper_tasks import (
     ROWS,
     Barriers,
     Sizes,
-    entry_of,
-    heads_of,
     lse_pointers,
     q_slot,
     receive,
@@ -127,18 +123,15 @@ def own_q(q, T: gl.constexpr):
 
 
 @gluon.jit
-def pack_p(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """P [64, N] as an operand of a product, in its dtype.
+def pack_p(p, v, LAYOUT: gl.constexpr):
+    """P [64, N] as an operand of its product with v, in v's dtype.
 
     By an asm that stays where it is, because ptxas would do it behind the next scores: then P in float32, P and S are
     all in registers, and some are spilled.
     """
-    if DTYPE.is_fp16():
-        w = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=False,
-                                      pack=2)  # fmt: skip
-    else:
-        w = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=False,
-                                      pack=2)  # fmt: skip
+    KIND: gl.constexpr = "f16x2" if v.dtype.is_fp16() else "bf16x2"
+    w = gl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [p], dtype=v.dtype, is_pure=False,
+                                  pack=2)  # fmt: skip
     return gl.convert_layout(w, LAYOUT, assert_trivial=True)
 
 
@@ -148,7 +141,6 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
     acc, m_i, l_i = state
     _, k_s, v_s, _ = rings
-    DTYPE: gl.constexpr = k_s.dtype
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
     for i in range(first, last):
@@ -157,7 +149,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
         mbarrier.wait(bars.k_full.index(k_at), k_phase)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
-        w = pack_p(p, DTYPE, P_LAYOUT)
+        w = pack_p(p, v, P_LAYOUT)
         await_turn(WG, T)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
         mbarrier.wait(bars.v_full.index(at), phase)
@@ -262,62 +254,6 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
     deliver(out, T.O_SLOTS, T.BLOCK_DV // T.O_WIDTH, dst, o_s, task, rows.exists, WG, F, T)
     return it + 1, failed
-
-
-@gluon.jit
-def columns(x, first: gl.constexpr, T: gl.constexpr):
-    """Columns first to first + O_WIDTH of x [64, n]."""
-    if x.shape[1] == T.O_WIDTH:
-        return gl.convert_layout(x, T.PIECE_LAYOUT, assert_trivial=True)
-    else:
-        HALF: gl.constexpr = x.shape[1] // 2
-        low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), (0, 2, 1)))
-        if first < HALF:
-            return columns(low, first, T)
-        else:
-            return columns(high, first - HALF, T)
-
-
-@gluon.jit
-def deliver(out, FIRST: gl.constexpr, LAST: gl.constexpr, dst, o_s, task, exists, WG: gl.constexpr, F: gl.constexpr,
-            T: gl.constexpr):  # fmt: skip
-    """Writes a consumer's rows of O, O_WIDTH columns at a time, each through the next of O_SLOTS buffers."""
-    if F.varlen:
-        whole = task.first + (WG + 1) * (ROWS // T.PACK) <= task.len_q
-        if (whole == 0) & (FIRST == 0):
-            tma.store_wait(0)  # what follows adds no copy to count
-    for i in gl.static_range(FIRST, LAST):
-        buffer = o_s.index(WG * T.O_SLOTS + i % T.O_SLOTS)
-        tma.store_wait(T.O_SLOTS - 1)  # what was in it before has left
-        buffer.reshape([ROWS, T.O_WIDTH]).store(columns(out, i * T.O_WIDTH, T))
-        if F.varlen:
-            if whole:
-                send_rows(dst, buffer, i * T.O_WIDTH, task, WG, F, T)
-            else:  # the next rows in memory are another sequence's
-                write_present(dst, buffer, i * T.O_WIDTH, task, exists, WG, F, T)
-        else:
-            send_rows(dst, buffer, i * T.O_WIDTH, task, WG, F, T)
-
-
-@gluon.jit
-def send_rows(dst, buffer, column: gl.constexpr, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Begins the TMA copy of all of a consumer's rows of O, some columns of it."""
-    fence_async_shared()
-    kv_head, in_group = heads_of(task, T)
-    row = task.start_q + task.first + WG * (ROWS // T.PACK)
-    tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, column], buffer)
-
-
-@gluon.jit
-def write_present(dst, buffer, column: gl.constexpr, task, exists, WG: gl.constexpr, F: gl.constexpr,
-                  T: gl.constexpr):  # fmt: skip
-    """Copies those rows of O that are there, 16 bytes at a time."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.O_WIDTH, T.O_WIDTH // 8], [4, 1], [1, 0])
-    wanted = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, WIDE)) != 0
-    offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-    ptrs, inside = out_pointers(dst, offs_r, column, T.O_WIDTH, task, WIDE, WG, F, T)
-    gl.store(ptrs, buffer.reshape([ROWS, T.O_WIDTH]).load(WIDE), mask=wanted[:, None] & inside)
-    fence_async_shared()
 
 
 @gluon.jit

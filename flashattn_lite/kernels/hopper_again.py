@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
-from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, out_pointers, take_rows
+from flashattn_lite.kernels.hopper_epilogue import out_pointers
+from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,

@@ -1,4 +1,4 @@
-"""The rows of one consumer of the Hopper kernel: where they lie, what they see, the state they begin and end with."""
+"""The rows of one consumer of the Hopper kernel: which they are, what they see, the state they begin and end with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, EXACT_M, LOG2E, finish, merge
-from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, first_keys_early, key_start, rows_of
+from flashattn_lite.kernels.hopper_tasks import ROWS, first_keys_early, key_start, rows_of
 
 
 class Rows(NamedTuple):
@@ -105,17 +105,3 @@ def is_bad(acc, S_LAYOUT: gl.constexpr):
     """Rows with an infinity or NaN in acc, [64] in the layout of S's rows."""
     parts = gl.sum(gl.reshape(acc, [ROWS, acc.shape[1] // 32, 32]), 1)  # eight short chains of sums for one long one
     return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True) * 0.0 != 0.0
-
-
-@gluon.jit
-def out_pointers(dst, offs_r, column: gl.constexpr, COLUMNS: gl.constexpr, task, LAYOUT: gl.constexpr,
-                 WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    """(pointers, which columns are there) of a consumer's rows offs_r [M] of O, COLUMNS of them from `column` on."""
-    _, out_ptr, o_strides = dst
-    pos, head, _ = rows_of(offs_r, task, WG, T)
-    offs_d = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    # In whole eights, which they are, so that the compiler knows that 16-byte accesses are allowed.
-    step_b, step_h, step_m = o_strides[0] // 8 * 8, o_strides[1] // 8 * 8, o_strides[2] // 8 * 8
-    rows = out_ptr + entry_of(task, F).to(gl.int64) * step_b + head.to(gl.int64) * step_h
-    rows += (task.start_q + pos).to(gl.int64) * step_m
-    return rows[:, None] + offs_d[None, :], (offs_d < T.HEAD_DIM_V)[None, :]

@@ -192,7 +192,7 @@ def first_keys_early(F, T):
 def key_start(i, task, F: gl.constexpr, T: gl.constexpr):
     """First key of the i-th tile: edges from the right end on, but for `first_keys_early`, then whole tiles."""
     edge = task.edges - 1 - i
-    if first_keys_early(F, T):
+    if first_keys_early(F, T):  # the rightmost edge, block 0, the others from the right on
         edge = gl.where(i == 1, 0, gl.minimum(edge + 1, task.edges - 1))
     at = gl.where(i < task.edges, edge, i)
     return tile_start(at, task.edges, task.before, task.lo, task.full_lo, task.full_hi, task.count - task.edges,

@@ -136,7 +136,11 @@ def ordinary(args: Arguments) -> bool:
 
 def recorded(tensors: tuple[Any, ...]) -> bool:
     """Autograd records a call with these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:

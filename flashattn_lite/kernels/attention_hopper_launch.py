@@ -14,7 +14,7 @@ from flashattn_lite.errors import show
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
-from flashattn_lite.kernels.start import Address, Starter, counters, on, rebased
+from flashattn_lite.kernels.start import Address, Descriptors, Starter, counters, on
 from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -92,33 +92,34 @@ class Call:
             *(problem.diag_lo, problem.diag_hi, num_tiles),
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
-        self.descriptors = (
+        self.descriptors = Descriptors(
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
             by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
             by_group(out, tile.GROUP, [*rows, tile.O_WIDTH], packed),
         )
-        for descriptor in self.descriptors:
-            descriptor.base = None  # a call keeps no tensor alive
+        # Where no tensor belongs to the scores, theirs are the same for all launches.
+        self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
         # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
 
-    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address) -> tuple[Any, ...]:
-        bases = (inputs.q, inputs.k, inputs.v, out)
-        return (
-            *(rebased(descriptor, x) for descriptor, x in zip(self.descriptors, bases, strict=True)),
-            *(out, lse, counter, *self.numbers),
-            *(score_args(self.problem, inputs), self.problem.features, self.tile),
-        )
+    def arguments(
+        self, lent: list[Any], inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address
+    ) -> tuple[Any, ...]:
+        """`lent`: descriptors of q, k, v and out."""
+        scores = self.scores or score_args(self.problem, inputs)
+        return (*lent, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        self.start(self.arguments(inputs, out, lse, counters.next(out.device)))
+        lent = self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+        self.start(self.arguments(lent, inputs, out, lse, counters.next(out.device)))
+        self.descriptors.take_back(lent)
         if self.uncovered:
             self.uncovered(inputs, out, lse)
 
@@ -134,7 +135,8 @@ def plan(
     """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse, counter), call.start.options
+    lent = call.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+    return call.start.kernel, call.start.grid, call.arguments(lent, inputs, out, lse, counter), call.start.options
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Starter, on, rebased
+from flashattn_lite.kernels.start import Descriptors, Starter, on
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -76,9 +76,10 @@ class Call:
         # Packed, [rows, H, D] is read as one batch of [H, rows, D].
         rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (problem.len_q, problem.len_k)
         if self.tma:
-            self.k = descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed)
-            self.v = descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed)
-            self.k.base = self.v.base = None
+            self.descriptors = Descriptors(
+                descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed),
+                descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
+            )
         self.numbers = (
             *(strides(x, packed) for x in (q, k, v, out)),
             *lse_strides(lse, packed),
@@ -90,17 +91,20 @@ class Call:
         self.start = Starter(attention_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
 
-    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        k, v = (rebased(self.k, inputs.k), rebased(self.v, inputs.v)) if self.tma else (inputs.k, inputs.v)
+    def arguments(self, kv: Sequence[Any], inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+        """`kv`: k and v, or descriptors of them."""
         scores = score_args(self.problem, inputs)
-        return inputs.q, k, v, out, lse, *self.numbers, scores, self.problem.features, self.tile
+        return inputs.q, *kv, out, lse, *self.numbers, scores, self.problem.features, self.tile
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         if self.start.grid[0]:
-            self.start(self.arguments(inputs, out, lse))
+            kv = self.descriptors.lend(inputs.k, inputs.v) if self.tma else [inputs.k, inputs.v]
+            self.start(self.arguments(kv, inputs, out, lse))
+            if self.tma:
+                self.descriptors.take_back(kv)
         if self.uncovered:
             self.uncovered(inputs, out, lse)
 
@@ -115,7 +119,8 @@ def plan(
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
-    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse), call.start.options
+    kv = call.descriptors.lend(inputs.k, inputs.v) if call.tma else [inputs.k, inputs.v]
+    return call.start.kernel, call.start.grid, call.arguments(kv, inputs, out, lse), call.start.options
 
 
 def prepare(

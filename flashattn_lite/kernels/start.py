@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -57,11 +58,33 @@ def current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def rebased(descriptor: Any, base: Tensor) -> Any:
-    """The tensor descriptor of another tensor of the same shape and strides, without checking them again."""
-    other = object.__new__(type(descriptor))
-    other.__dict__ = {**descriptor.__dict__, "base": base}
-    return other
+class Descriptors:
+    """The tensor descriptors of one kernel's launches, lent to a launch at a time: to make them anew takes longer.
+
+    What lies here keeps no tensor alive; what is lent to a launch that fails is forgotten.
+    """
+
+    def __init__(self, *descriptors: Any) -> None:
+        """Of any tensors with the shapes and strides that all launches have."""
+        self.spare: list[list[Any]] = []
+        self.take_back(list(descriptors))
+        self.first = self.spare[0]
+
+    def lend(self, *bases: Tensor) -> list[Any]:
+        """Descriptors of these tensors, whatever thread asks."""
+        try:
+            lent = self.spare.pop()
+        except IndexError:
+            lent = list(map(copy.copy, self.first))
+        for descriptor, base in zip(lent, bases, strict=True):
+            descriptor.base = base
+        return lent
+
+    def take_back(self, lent: list[Any]) -> None:
+        """From a launch that has begun."""
+        for descriptor in lent:
+            descriptor.base = None
+        self.spare.append(lent)
 
 
 class Address:

@@ -68,6 +68,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     Barriers,
     Sizes,
     lse_pointers,
+    next_stage,
     q_slot,
     receive,
     stage,
@@ -143,9 +144,11 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
     _, k_s, v_s, _ = rings
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
+    at, phase = stage(it, T)
     for i in range(first, last):
-        at, phase = stage(it, T)
-        k_at, k_phase = stage(it + 1, T)
+        if T.CARRIED == "":
+            at, phase = stage(it, T)
+        k_at, k_phase = next_stage(at, phase, it, T)
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
         mbarrier.wait(bars.k_full.index(k_at), k_phase)
         k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
@@ -171,6 +174,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         if CAREFUL:
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
         it += 1
+        at, phase = k_at, k_phase
     return (acc, m_i, l_i), p, it
 
 

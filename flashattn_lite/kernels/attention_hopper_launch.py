@@ -61,6 +61,7 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         O_WIDTH=o_width,
         O_SLOTS=min(config.o_slots, block_dv // o_width),
         APART=config.apart,
+        CARRIED=config.carried,
         TURNS=config.turns,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         LIMIT=LIMITS[problem.dtype],
@@ -148,7 +149,7 @@ def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) 
     """
     if problem.features.varlen:
         return heads, problem.batch * heads
-    last = triton.cdiv(LAST_TILES * target.multiprocessors, num_m) if problem.features.right else 0
+    last = max(1, LAST_TILES * target.multiprocessors // num_m) if problem.features.right else 0
     return heads // problem.heads_kv, max(0, problem.batch * heads - last)
 
 

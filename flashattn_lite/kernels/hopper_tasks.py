@@ -40,6 +40,7 @@ class HopperTile:
     O_WIDTH: int  # columns of O that leave at a time
     O_SLOTS: int  # buffers for them, of each consumer
     APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
+    CARRIED: str  # its place in the rings that a consumer takes to the next step: "", that of V, that of K and V (kv)
     TURNS: bool  # two consumers issue their products by turns
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
     LIMIT: float  # of l_i, so that no p has left its dtype's range
@@ -252,6 +253,18 @@ def stage(it, T: gl.constexpr):
     """(buffer, phase) of the it-th tile of keys that a block takes. Unsigned, because signed takes twice the steps."""
     use = it.to(gl.uint32)
     return (use % T.STAGES).to(gl.int32), (use // T.STAGES & 1).to(gl.int32)
+
+
+@gluon.jit
+def next_stage(at, phase, it, T: gl.constexpr):
+    """(buffer, phase) of the tile after the it-th, which is in (at, phase)."""
+    if T.CARRIED != "kv":
+        return stage(it + 1, T)
+    elif T.STAGES & (T.STAGES - 1) == 0:
+        return (at + 1) & (T.STAGES - 1), phase ^ ((at + 1) // T.STAGES)
+    else:
+        last = at == T.STAGES - 1
+        return gl.where(last, 0, at + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

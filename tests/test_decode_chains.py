@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,24 +27,40 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 @pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
-    """One program a chain of splits, or one a split and the merge folds them: lengths at the borders of both."""
+    """One program a chain of splits, or one a split and the merge folds them: lengths at the borders of both.
+
+    Nor does in how many loops a chain is read, how many columns a merging program has, or what is kept in L2.
+    """
     if device.type == "cpu" and not INTERPRETING:
         pytest.skip("nothing is split on the CPU")
     lens = [128, 97, 70] if INTERPRETING else [8192, 7000, 4097, 2048, 1025, 257, 40]
     keys, nan_at = (128, 95) if INTERPRETING else (8192, 2047)
-    sizes = {"batch": len(lens), "heads": 2, "heads_kv": 1, "rows": rows, "keys": keys, "dim": 32}
+    sizes = {
+        "batch": len(lens),
+        "heads": 2,
+        "heads_kv": 1,
+        "rows": rows,
+        "keys": keys,
+        "dim": 32 if INTERPRETING else 128,
+    }
     q, k, v = cache(device, **sizes, dtype=torch.float16)
     v[:, :, nan_at, 3] = math.nan  # behind some rows' diagonal: splits are done again
     v[:, :, 20, 4] = math.inf
     k, v, table = pages_of(k, v) if paged else (k, v, None)
     lens = int32(lens, device)
-    results = []
-    for whole in (False, True):
-        monkeypatch.setattr(decode_launch, "fills", lambda *_, whole=whole: whole)
+    config_of = decode_launch.config_of
+
+    def run(whole, flat, columns, kept):
+        monkeypatch.setattr(decode_launch, "fills", lambda *_: whole)
+        monkeypatch.setattr(decode_launch, "KEPT_BYTES", kept)
+        monkeypatch.setattr(decode_launch, "config_of", lambda *x: replace(config_of(*x), flat=flat, columns=columns))
         monkeypatch.setattr(decode, "_ready", {})
-        results.append(fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True))
-    assert_same_bits(*results, "a chain a program", None)
-    assert bool(results[0][0][..., 5:].isfinite().all())
+        return fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True)
+
+    expected = run(False, True, (16, 32), 0)
+    assert bool(expected[0][..., 5:].isfinite().all())
+    for other in ((True, True, (16, 32), 0), (True, False, (16, 64), 1 << 30), (False, False, (128, 16), 1 << 30)):
+        assert_same_bits(expected, run(*other), str(other), None)
 
 
 @pytest.mark.parametrize(

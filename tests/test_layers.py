@@ -51,7 +51,9 @@ FLOORS = {
     "kernels.hopper_again": 2,
     "kernels.attention_hopper": 2,
     "kernels.attention_hopper_launch": 2,
+    "kernels.decode_splits": 2,
     "kernels.decode": 2,
+    "kernels.decode_merge": 2,
     "kernels.decode_launch": 2,
     "dispatch": 3,
     "calls": 4,
@@ -68,7 +70,8 @@ FLOORS = {
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
 # named after, and what Triton can take is said by one launcher; the op runs calls, and softmax asks them who
-# watches; the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles.
+# watches; the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles, decoding into its
+# two kernels and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -108,7 +111,11 @@ NEIGHBOURS = {
     ("kernels.softmax_ring", "kernels.softmax_exchange"),
     ("kernels.softmax_launch", "kernels.softmax"),
     ("kernels.softmax_launch", "kernels.softmax_ring"),
+    ("kernels.decode", "kernels.decode_splits"),
+    ("kernels.decode_merge", "kernels.decode_splits"),
     ("kernels.decode_launch", "kernels.decode"),
+    ("kernels.decode_launch", "kernels.decode_merge"),
+    ("kernels.decode_launch", "kernels.decode_splits"),
     ("kernels.decode_launch", "kernels.attention_launch"),
 }
 # Packages on one floor as a whole, whose files share their parts.

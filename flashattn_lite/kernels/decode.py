@@ -1,80 +1,26 @@
-"""Split-KV decoding in Triton: states of parts of a cache, and their merge; `decode_launch.py` starts both kernels.
+"""Split-KV decoding in Triton: states of parts of a cache. `decode_merge.py` merges, `decode_launch.py` starts them.
 
-The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`), and T.CHAIN
-neighbouring splits are a chain: their states are folded one after the other.
-`partial_kernel`: one program owns `own` neighbouring splits, one or a chain, for the rows of one key/value head (the
-query heads that share it times the query tokens, BLOCK_M of them).
-Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32.
-`merge_kernel`: one program, of one warp, owns COLUMNS of one row. It folds the chains of which every split has a state
-of its own, and takes all chains at once.
+One program of `partial_kernel` owns `own` neighbouring splits, one or a chain (see `decode_splits.py`), for the rows of
+one key/value head (the query heads that share it times the query tokens, BLOCK_M of them).
+Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32;
+(m_c, l_c, acc_c) that of the chain's splits before it.
 So a row's bits follow from its keys alone: not from the batch, nor the room in the cache, nor who folds a chain.
 
 Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and program, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
 such splits are done again with a V freed of what is not finite, which is then given to the rows that see it.
-Source: Dao, Haziza, Massa, Sizov, Flash-Decoding for long-context inference (2023); the merge, docs/theory.md.
+Source: Dao, Haziza, Massa, Sizov, Flash-Decoding for long-context inference (2023).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
+from flashattn_lite.kernels.decode_splits import fold, splits_of, visible_keys
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.scores import to_log2, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, update
-
-
-@dataclass(frozen=True)
-class DecodeTile:
-    """Compile-time shape of both kernels: what a problem fixes, and what tuning chose for it."""
-
-    BLOCK_M: int  # packed query rows
-    BLOCK_N: int  # keys
-    SPLIT: int  # keys of a split, at least
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PAGE: int  # keys of a page; 0: the cache is contiguous
-    ALIGN: int  # elements that divide every stride of the cache but the last
-    PRECISION: str  # of tl.dot on float32 operands
-    ONE: bool  # a single query token
-    UNEQUAL: bool  # rows of one sequence may see different keys
-    LANES: int  # splits of a sequence, at most
-    CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
-    COLUMNS: int  # of the output, a merging program
-    PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
-
-
-@triton.jit
-def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr):
-    """(lo, hi, len_k, diag_lo, diag_hi) of sequence b; no row sees a key outside lo <= key < hi."""
-    len_k = max_k
-    if F.kv_lens:
-        len_k = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), max_k)
-    lo = 0
-    hi = len_k
-    if F.end_aligned:
-        diag_lo += len_k - len_q
-        diag_hi += len_k - len_q
-    if F.left:
-        lo = tl.maximum(diag_lo, 0)
-    if F.right:
-        hi = tl.minimum(len_q + diag_hi, len_k)
-    some = lo < hi
-    return tl.where(some, lo, 0), tl.where(some, hi, 0), len_k, diag_lo, diag_hi
-
-
-@triton.jit
-def splits_of(lo, hi, T: tl.constexpr):
-    """(first tile, tiles, tiles of a split) of the keys lo <= key < hi. Split i exists if some tile is left for it."""
-    first = lo // T.BLOCK_N
-    tiles = tl.cdiv(hi, T.BLOCK_N) - first
-    return first, tiles, tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, update
 
 
 @triton.jit
@@ -111,27 +57,18 @@ def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def weigh(acc, alpha):
-    """acc * alpha, but an infinity stays one whatever its weight, so that it does not matter when it is weighed."""
-    return tl.where(tl.abs(acc) < float("inf"), acc * alpha, acc)
+def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo,
+           diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Folds the splits of `each` tiles that first <= i < last are into the state of those before; one, if not FLAT.
 
-
-@triton.jit
-def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
-    """The state of two disjoint sets of keys, the first of which came before."""
-    m_i, l_i, alpha_a, alpha_b = merge(m_a, l_a, m_b, l_b)
-    return m_i, l_i, weigh(acc_a, alpha_a[:, None]) + weigh(acc_b, alpha_b[:, None])
-
-
-@triton.jit
-def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap,
-           FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The state of these rows over the tiles first <= i < last. FINITE: from a V without its infinities and NaN."""
-    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    FINITE: from a V without its infinities and NaN.
+    """
     # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
     KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
     l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    left = each
     for i in tl.range(first, last):
         start = i * T.BLOCK_N
         offs_n = start + tl.arange(0, T.BLOCK_N)
@@ -152,22 +89,36 @@ def attend(q, k_src, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k
         if FINITE:
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
-    return m_i, tl.sum(l_i, 1), acc
+        if T.FLAT:
+            left -= 1
+            if left == 0:
+                m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+                m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+                l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
+                acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+                left = each
+    return fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
 
 
 @triton.jit
-def attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m, len_k, diag_lo,
-                  diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The state of these rows over the splits split <= i < end, folded in that order; those past the last are empty."""
-    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-    l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
-    acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
-    for i in tl.range(split, end):
-        last = first + tl.minimum((i + 1) * each, tiles)
-        m_s, l_s, acc_s = attend(q, k_src, v_src, table_ptr, pages, first + i * each, last, lo, hi, offs_m, len_k,
-                                 diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
-        m_i, l_i, acc = fold(m_i, l_i, acc, m_s, l_s, acc_s)
-    return m_i, l_i, acc
+def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+                  scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The state of these rows over the tiles first <= i < last: splits of `each` tiles, folded in order.
+
+    In one loop if FLAT: at the end of a loop of its own, each split would wait for its first keys again.
+    """
+    m_c = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    l_c = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
+    acc_c = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    if T.FLAT:
+        return attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k,
+                      diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
+    else:
+        for start in tl.range(first, last, each):
+            end = tl.minimum(start + each, last)
+            m_c, l_c, acc_c = attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, start, end, each, lo, hi,
+                                     offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
+        return m_c, l_c, acc_c
 
 
 @triton.jit
@@ -190,24 +141,28 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
 
 
 @triton.jit
-def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
-    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
+def store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
+    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv]).
+
+    kept: in L2, until the merge has read it, while K and V run through.
+    """
     offs_d = tl.arange(0, T.BLOCK_DV)
     at = first_row + offs_r
     tl.store(states[0] + at, m_i, mask=offs_r < rows)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    # To be kept in L2 until the merge has read it, while K and V run through; wider tiles have no register left for it.
-    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 else ""
     wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
+    if kept:
+        tl.store(ptrs, acc, mask=wanted, eviction_policy="evict_last")
+    else:
+        tl.store(ptrs, acc, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
-                               "diag_hi"])  # fmt: skip
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "kept", "heads", "len_q", "max_k",
+                               "diag_lo", "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, parts, own, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
-                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                   stride_tb, pages, num_m, parts, own, kept, heads, len_q, max_k, diag_lo, diag_hi, scale_log2,
+                   softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -240,70 +195,17 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
-    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi, offs_m,
-                                  len_k, diag_lo, diag_hi, scale_log2, softcap, False, F, T)  # fmt: skip
+    start, last = first + split * each, first + tl.minimum(end * each, tiles)
+    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k, diag_lo,
+                                  diag_hi, scale_log2, softcap, False, F, T)  # fmt: skip
     first_row = ((b.to(tl.int64) * heads + h) * parts + part) * rows
-    store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+    store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
-            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, split, end, first, tiles, each, lo, hi,
-                                          offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
-            last = first + tl.minimum(end * each, tiles)
-            acc = add_infinities(acc, v_src, table_ptr, pages, first + split * each, last, lo, hi, offs_m, len_k,
-                                 diag_lo, diag_hi, F, T)  # fmt: skip
+            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k,
+                                          diag_lo, diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
+            acc = add_infinities(acc, v_src, table_ptr, pages, start, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+                                 F, T)  # fmt: skip
             tl.debug_barrier()  # the first store comes first
-            store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
-
-
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
-                               "diag_hi"])  # fmt: skip
-def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    blocks: tl.constexpr = (T.HEAD_DIM_V + T.COLUMNS - 1) // T.COLUMNS
-    CHAIN: tl.constexpr = T.CHAIN
-    CHAINS: tl.constexpr = T.LANES // T.CHAIN
-    rows = T.GROUP if T.ONE else T.GROUP * len_q
-    at, block = divided(tl.program_id(0), blocks)
-    head, r = divided(at, rows)
-    b, h = divided(head, heads)
-    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    _, tiles, each = splits_of(lo, hi, T)
-    offs_d = block * T.COLUMNS + tl.arange(0, T.COLUMNS)
-    exists = (offs_d < T.HEAD_DIM_V)[None, :]
-    if T.PDL:
-        tl.extra.cuda.gdc_wait()
-    per_chain = CHAIN // own  # states
-    m_c = tl.full([CHAINS], EMPTY_M, tl.float32)
-    l_c = tl.full([CHAINS], EMPTY_L, tl.float32)
-    acc_c = tl.full([CHAINS, T.COLUMNS], 0.0, tl.float32)
-    for i in tl.static_range(CHAIN):
-        part = tl.arange(0, CHAINS) * per_chain + i
-        written = part * own * each < tl.where(i < per_chain, tiles, 0)
-        at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
-        m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
-        l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
-        acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-        wanted = written[:, None] & exists
-        acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
-        m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
-    # The chains are the scores of one more softmax, whose weights are theirs.
-    empty = tl.full([1], EMPTY_M, tl.float32)
-    m_i, _l, _alpha, weights = update(empty, empty, m_c[None, :], 1.0)  # [1], [1, CHAINS]
-    l_i = tl.sum(weights * l_c[None, :], 1)
-    acc = tl.sum(weigh(acc_c, tl.trans(weights)), 0)[None, :]
-    offs_h, token = divided(r, 1 if T.ONE else len_q)
-    head = h * T.GROUP + offs_h
-    if F.sinks:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
-        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
-        acc = weigh(acc, alpha[:, None])
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    inv_l, lse = finish(m_i, l_i)
-    at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
-    out = acc * inv_l[:, None]
-    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
-    tl.store(out_ptr + at + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=exists)
-    if block == 0:
-        one = tl.arange(0, 1)
-        tl.store(lse_ptr + b.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh + token + one, lse)
+            store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T)

@@ -11,11 +11,13 @@ import triton
 from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
-from flashattn_lite.kernels.decode import DecodeTile, merge_kernel, partial_kernel
+from flashattn_lite.kernels.decode import partial_kernel
+from flashattn_lite.kernels.decode_merge import merge_kernel
+from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, fills, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, KEPT_BYTES, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -61,7 +63,9 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         UNEQUAL=problem.len_q > 1 and (features.left or features.right),
         LANES=config.lanes,
         CHAIN=config.chain,
-        COLUMNS=min(config.columns, padded(problem.head_dim_v)),
+        COLUMNS=min(config.columns[0], padded(problem.head_dim_v)),
+        CHAIN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
+        FLAT=config.flat,
         PDL=target.is_cuda(90),
     )
 
@@ -97,13 +101,15 @@ class Call:
         own = tile.CHAIN if fills(num_m * heads * chains, config.programs, target) else 1
         parts = triton.cdiv(splits, own)
         self.rows, self.dim_v = heads * parts * problem.group * problem.len_q, problem.head_dim_v
+        kept = int(self.rows * self.dim_v * 4 <= KEPT_BYTES)
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
-            *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, parts, own, kept, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
+        columns = tile.COLUMNS if own == 1 else tile.CHAIN_COLUMNS
         self.merge_numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         partial = unfused | {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -114,7 +120,7 @@ class Call:
             merge["maxnreg"] = config.merge_registers
         if tile.PDL:
             merge["launch_pdl"] = True
-        merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, tile.COLUMNS)
+        merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, columns)
         self.partial = Starter(partial_kernel, num_m * parts * heads, partial)
         self.merge = Starter(merge_kernel, merges, merge)
 

@@ -194,7 +194,9 @@ class DecodeConfig:
     lanes: int = 32  # splits of a sequence, at most
     chain: int = 4  # neighbouring splits that are folded one after the other
     programs: int = 2  # of partial_kernel on a multiprocessor at once
-    columns: int = 32  # of the output, a merging program
+    flat: bool = True  # a chain is one loop over its keys, not one over its splits of one over their keys
+    # Of the output, a merging program: where each split has a state, where a chain has one.
+    columns: tuple[int, int] = (32, 64)
     merge_registers: int = 96  # a thread of merge_kernel at most; by its own choice it waits twice for a chain's states
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
@@ -213,10 +215,13 @@ SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
+KEPT_BYTES = 4 << 20
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
-# (columns of a merging program, its registers): microseconds of one token, 1 x 8k, 1 x 32k, 8 x 8k and 64 x 8k, then of
-# four and sixteen tokens, 8 x 8k. 16, 64: 13.4, 36.6, 67.6, 498, 72.5, 90.3. 32, 96: 13.8, 36.9, 67.7, 495, 70.9, 81.7.
-# 64, 168: 14.2, 37.3, 68.1, 494, 70.7, 79.0. 128, 255: 15.0, 38.1, 67.8, 495, 69.9, 78.1. 128, 168: 77.6 of the last.
+# Columns of a merging program. Where each split has a state, 16 and 32: 1 x 8k 13.1 and 13.3 us, 1 x 32k 36.0, 36.2.
+# Where a chain has one, 32, 64, 128: 8 x 8k 66.7 67.3 67.8, 64 x 8k 502 500 503, four tokens 68.7 68.3 68.5, sixteen
+# 81.7 76.8 75.7, pages of 16, 8 x 8k 71.4 72.0 71.7. Registers, 64, 96, 128, 255: level.
+# A chain as one loop and as one of a loop a split: 8 x 8k 67.8 68.5, 64 x 8k 503 504, 1 x 32k 36.0 37.0, four tokens
+# 68.5 69.3, pages 71.7 74.5; sixteen tokens, on wgmma, 87.0 75.7.
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
 # the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
 # 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
@@ -234,7 +239,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
         # So that small tests cross borders.
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, columns=16)
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, flat=problem.len_q == 1, columns=(16, 32))
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -249,11 +254,11 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
         # 64 x 256 floats of one state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
         tile = DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps)
-        return replace(tile, columns=128, merge_registers=168)
+        return replace(tile, flat=False, columns=(128, 128), merge_registers=168)
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
-        one = DecodeConfig(rows, block_n, split, 4, stages, programs=4, columns=16, merge_registers=64)
+        one = DecodeConfig(rows, block_n, split, 4, stages, programs=4, columns=(16, 32))
         if paged:
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.

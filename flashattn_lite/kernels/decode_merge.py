@@ -1,0 +1,91 @@
+"""The merge of the states that `decode.py` leaves: one softmax over the chains of each row.
+
+One program of `merge_kernel`, of one warp, owns some columns of one row. Where each split has a state of its own it
+folds those of a chain first, to the bits that a program of `partial_kernel` with the whole chain has. It takes all
+chains at once, and adds them up two at a time: its bits do not follow from how many columns it has.
+Bytes moved: the states once, the output once. Source: the merge of docs/theory.md.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.decode_splits import fold, splits_of, visible_keys, weigh
+from flashattn_lite.kernels.device.integers import divided
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
+
+
+@triton.jit
+def sum_by_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[1, COLUMNS] of [ROWS, COLUMNS], ROWS a power of two. Two terms at a time, so that no layout orders them."""
+    if ROWS == 1:
+        return x
+    else:
+        return sum_by_halves(tl.sum(tl.reshape(x, [2, ROWS // 2, COLUMNS]), 0), ROWS // 2, COLUMNS)
+
+
+@triton.jit
+def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
+                  len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
+                  T: tl.constexpr):  # fmt: skip
+    """This program's COLUMNS of its row, from states of OWN splits each."""
+    blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = T.CHAIN // OWN  # of a chain
+    CHAINS: tl.constexpr = T.LANES // T.CHAIN
+    rows = T.GROUP if T.ONE else T.GROUP * len_q
+    at, block = divided(tl.program_id(0), blocks)
+    head, r = divided(at, rows)
+    b, h = divided(head, heads)
+    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    _, tiles, each = splits_of(lo, hi, T)
+    offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = (offs_d < T.HEAD_DIM_V)[None, :]
+    if T.PDL:
+        tl.extra.cuda.gdc_wait()
+    m_c = tl.full([CHAINS], EMPTY_M, tl.float32)
+    l_c = tl.full([CHAINS], EMPTY_L, tl.float32)
+    acc_c = tl.full([CHAINS, COLUMNS], 0.0, tl.float32)
+    for i in tl.static_range(PARTS):
+        part = tl.arange(0, CHAINS) * PARTS + i
+        written = part * OWN * each < tiles
+        at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
+        m_p = tl.load(states[0] + at, mask=written, other=EMPTY_M)
+        l_p = tl.load(states[1] + at, mask=written, other=EMPTY_L)
+        acc_ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+        wanted = written[:, None] & exists
+        acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
+        m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
+    # The chains are the scores of one more softmax, whose weights are theirs.
+    m_i = tl.max(m_c, 0) + tl.zeros([1], tl.float32)
+    _, weight = shift(m_c[:, None], m_i[None, :])  # [CHAINS, 1]
+    l_i = tl.reshape(sum_by_halves(weight * l_c[:, None], CHAINS, 1), [1])
+    acc = sum_by_halves(weigh(acc_c, weight), CHAINS, COLUMNS)  # [1, COLUMNS]
+    offs_h, token = divided(r, 1 if T.ONE else len_q)
+    head = h * T.GROUP + offs_h
+    if F.sinks:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
+        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+        acc = weigh(acc, alpha[:, None])
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    inv_l, lse = finish(m_i, l_i)
+    at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
+    out = acc * inv_l[:, None]
+    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
+    tl.store(out_ptr + at + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=exists)
+    if block == 0:
+        one = tl.arange(0, 1)
+        tl.store(lse_ptr + b.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh + token + one, lse)
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
+                               "diag_hi"])  # fmt: skip
+def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
+                 parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    states = (m_ptr, l_ptr, acc_ptr)
+    if own == 1:
+        merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
+                      len_q, max_k, diag_lo, diag_hi, 1, T.COLUMNS, F, T)  # fmt: skip
+    else:
+        merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
+                      len_q, max_k, diag_lo, diag_hi, T.CHAIN, T.CHAIN_COLUMNS, F, T)  # fmt: skip

@@ -1,0 +1,79 @@
+"""What both decoding kernels know: the splits that a sequence's keys fall into, and how their states are folded.
+
+The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`), and T.CHAIN
+neighbouring splits are a chain: their states are folded one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.device.state import merge
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Compile-time shape of both kernels: what a problem fixes, and what tuning chose for it."""
+
+    BLOCK_M: int  # packed query rows
+    BLOCK_N: int  # keys
+    SPLIT: int  # keys of a split, at least
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    PAGE: int  # keys of a page; 0: the cache is contiguous
+    ALIGN: int  # elements that divide every stride of the cache but the last
+    PRECISION: str  # of tl.dot on float32 operands
+    ONE: bool  # a single query token
+    UNEQUAL: bool  # rows of one sequence may see different keys
+    LANES: int  # splits of a sequence, at most
+    CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
+    COLUMNS: int  # of the output, a merging program where each split has a state
+    CHAIN_COLUMNS: int  # the same where a chain has one
+    FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys
+    PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
+
+
+@triton.jit
+def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr):
+    """(lo, hi, len_k, diag_lo, diag_hi) of sequence b; no row sees a key outside lo <= key < hi."""
+    len_k = max_k
+    if F.kv_lens:
+        len_k = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), max_k)
+    lo = 0
+    hi = len_k
+    if F.end_aligned:
+        diag_lo += len_k - len_q
+        diag_hi += len_k - len_q
+    if F.left:
+        lo = tl.maximum(diag_lo, 0)
+    if F.right:
+        hi = tl.minimum(len_q + diag_hi, len_k)
+    some = lo < hi
+    return tl.where(some, lo, 0), tl.where(some, hi, 0), len_k, diag_lo, diag_hi
+
+
+@triton.jit
+def splits_of(lo, hi, T: tl.constexpr):
+    """(first tile, tiles, tiles of a split) of the keys lo <= key < hi. Split i exists if some tile is left for it."""
+    first = lo // T.BLOCK_N
+    tiles = tl.cdiv(hi, T.BLOCK_N) - first
+    return first, tiles, tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
+
+
+@triton.jit
+def weigh(acc, alpha):
+    """acc * alpha, but an infinity stays one whatever its weight, so that it does not matter when it is weighed."""
+    return tl.where(tl.abs(acc) < float("inf"), acc * alpha, acc)
+
+
+@triton.jit
+def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
+    """The state of two disjoint sets of keys, the first of which came before."""
+    m_i, l_i, alpha_a, alpha_b = merge(m_a, l_a, m_b, l_b)
+    return m_i, l_i, weigh(acc_a, alpha_a[:, None]) + weigh(acc_b, alpha_b[:, None])

@@ -29,7 +29,7 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
     """One program a chain of splits, or one a split and the merge folds them: lengths at the borders of both.
 
-    Nor does in how many loops a chain is read, how many columns a merging program has, or what is kept in L2.
+    Nor does in how many loops a chain is read, or how many columns a merging program has.
     """
     if device.type == "cpu" and not INTERPRETING:
         pytest.skip("nothing is split on the CPU")
@@ -50,16 +50,15 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
     lens = int32(lens, device)
     config_of = decode_launch.config_of
 
-    def run(whole, flat, columns, kept):
+    def run(whole, flat, columns):
         monkeypatch.setattr(decode_launch, "fills", lambda *_: whole)
-        monkeypatch.setattr(decode_launch, "KEPT_BYTES", kept)
         monkeypatch.setattr(decode_launch, "config_of", lambda *x: replace(config_of(*x), flat=flat, columns=columns))
         monkeypatch.setattr(decode, "_ready", {})
         return fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True)
 
-    expected = run(False, True, (16, 32), 0)
+    expected = run(False, True, (16, 32))
     assert bool(expected[0][..., 5:].isfinite().all())
-    for other in ((True, True, (16, 32), 0), (True, False, (16, 64), 1 << 30), (False, False, (128, 16), 1 << 30)):
+    for other in ((True, True, (16, 32)), (True, False, (16, 64)), (False, False, (128, 16))):
         assert_same_bits(expected, run(*other), str(other), None)
 
 

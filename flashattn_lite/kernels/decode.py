@@ -141,28 +141,24 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
 
 
 @triton.jit
-def store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
-    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv]).
-
-    kept: in L2, until the merge has read it, while K and V run through.
-    """
+def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
+    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
     offs_d = tl.arange(0, T.BLOCK_DV)
     at = first_row + offs_r
     tl.store(states[0] + at, m_i, mask=offs_r < rows)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
     wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    if kept:
-        tl.store(ptrs, acc, mask=wanted, eviction_policy="evict_last")
-    else:
-        tl.store(ptrs, acc, mask=wanted)
+    # To be kept in L2 until the merge has read it, while K and V run through; wider tiles have no register left for it.
+    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 else ""
+    tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "kept", "heads", "len_q", "max_k",
-                               "diag_lo", "diag_hi"])  # fmt: skip
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
+                               "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, parts, own, kept, heads, len_q, max_k, diag_lo, diag_hi, scale_log2,
-                   softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                   stride_tb, pages, num_m, parts, own, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
+                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -199,7 +195,7 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
     m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k, diag_lo,
                                   diag_hi, scale_log2, softcap, False, F, T)  # fmt: skip
     first_row = ((b.to(tl.int64) * heads + h) * parts + part) * rows
-    store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T)
+    store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
@@ -208,4 +204,4 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
             acc = add_infinities(acc, v_src, table_ptr, pages, start, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
                                  F, T)  # fmt: skip
             tl.debug_barrier()  # the first store comes first
-            store_state(states, kept, m_i, l_i, acc, first_row, offs_r, rows, T)
+            store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)

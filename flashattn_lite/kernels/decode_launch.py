@@ -17,7 +17,7 @@ from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, KEPT_BYTES, DecodeConfig, decode_tile, fills, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -101,12 +101,11 @@ class Call:
         own = tile.CHAIN if fills(num_m * heads * chains, config.programs, target) else 1
         parts = triton.cdiv(splits, own)
         self.rows, self.dim_v = heads * parts * problem.group * problem.len_q, problem.head_dim_v
-        kept = int(self.rows * self.dim_v * 4 <= KEPT_BYTES)
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
-            *(step, k.shape[0], num_m, parts, own, kept, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
         columns = tile.COLUMNS if own == 1 else tile.CHAIN_COLUMNS

@@ -215,7 +215,6 @@ SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
-KEPT_BYTES = 4 << 20
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
 # Columns of a merging program. Where each split has a state, 16 and 32: 1 x 8k 13.1 and 13.3 us, 1 x 32k 36.0, 36.2.
 # Where a chain has one, 32, 64, 128: 8 x 8k 66.7 67.3 67.8, 64 x 8k 502 500 503, four tokens 68.7 68.3 68.5, sixteen

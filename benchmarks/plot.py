@@ -92,7 +92,6 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
     "memory": ("memory", memory),
     "attention": ("attention", plot_attention.speed),
     "attention-ratio": ("attention", plot_attention.ratio),
-    "attention-peers": ("attention_peers", plot_attention.ratio),  # of an earlier run, with all who can be had
     "softmax": ("softmax", plot_bandwidth.softmax),
     "decode": ("decode", plot_bandwidth.decode),
 }

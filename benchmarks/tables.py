@@ -17,13 +17,14 @@ from benchmarks.provenance import RESULTS, read_rows
 OURS = "flashattn_lite"
 SHORT = {
     "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention", "sdpa-flash": "torch's flash",
-    "sdpa-efficient": "torch's efficient", "sdpa-varlen": "torch's varlen_attn",
+    "sdpa-efficient": "torch's efficient", "sdpa-varlen": "torch's varlen_attn", "sdpa-padded": "padded cuDNN",
     f"{OURS}-triton": "our portable kernel",
 }  # fmt: skip
 
 Row = dict[str, str]
 Speeds = dict[str, float]  # by provider
 Cells = dict[tuple[str, ...], Speeds]  # by the values of some columns
+Read = Callable[[str], Sequence[Row]]  # the rows of a CSV, by its name
 
 
 def speeds(rows: Iterable[Row], metric: str, *columns: str) -> Cells:
@@ -101,13 +102,6 @@ def summary(cells: Cells) -> str:
     return f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}"
 
 
-def packed_summary(cells: Cells) -> str:
-    """Of packed sequences: the range of all cells, and in how many nobody is faster."""
-    to_others = list(map(to_best, cells.values()))
-    ahead = sum(ratio >= 1 for ratio in to_others)
-    return f"{min(to_others):.2f} to {max(to_others):.2f} of the best other: {len(to_others)} cells, ahead in {ahead}"
-
-
 def means(cells: Cells, ratio: Callable[[Speeds], float], at: int, values: Sequence[str]) -> list[str]:
     """Geometric means of a ratio over the cells whose key has each of these values at a place."""
     return [f"{geometric_mean(ratio(cell) for key, cell in cells.items() if key[at] == v):.2f}" for v in values]
@@ -121,12 +115,11 @@ def to_cudnn(cell: Speeds) -> float:
     return cell[OURS] / cell["sdpa-cudnn"]
 
 
-def peers(now: Cells, then: Cells, yardstick: str) -> list[str]:
-    """Ours to those who were only in an earlier run, each over the yardstick of its own run."""
-    here = {provider for cell in now.values() for provider in cell}
+def each(now: Cells, then: Cells, yardstick: str, providers: Iterable[str]) -> list[str]:
+    """Ours to each of those who ran then, maybe in an earlier run: each over the yardstick of its own run."""
     by = SHORT[yardstick]
     lines = header(f"through {by}", f"their mean of {by}", "ours to theirs, mean", "least", "most", "ahead in")
-    for provider in sorted({provider for cell in then.values() for provider in cell} - here):
+    for provider in sorted(providers):
         cells = [key for key in now if provider in then[key]]
         theirs = [then[key][provider] / then[key][yardstick] for key in cells]
         to_theirs = [now[key][OURS] / now[key][yardstick] / their for key, their in zip(cells, theirs, strict=True)]
@@ -134,6 +127,22 @@ def peers(now: Cells, then: Cells, yardstick: str) -> list[str]:
         ahead = f"{sum(ratio >= 1 for ratio in to_theirs)} of {len(cells)}"
         lines.append(line(SHORT.get(provider, provider), *(f"{number:.2f}" for number in numbers), ahead))
     return lines
+
+
+def named(cells: Cells) -> set[str]:
+    """All providers but ours, the portable kernel among them."""
+    return {provider for cell in cells.values() for provider in cell} - {OURS}
+
+
+def attention_each(read: Read) -> list[str]:
+    cells = attention_cells(read("attention"), "bf16")
+    return each(cells, cells, "sdpa-cudnn", named(cells))
+
+
+def packed_each(read: Read) -> list[str]:
+    """Those of the run, then those who were only in an earlier one."""
+    now, then = (packed_cells(read(name)) for name in ("packed", "packed_peers"))
+    return each(now, now, "fa3", named(now)) + each(now, then, "fa3", named(then) - named(now))[2:]
 
 
 def packed(rows: Sequence[Row]) -> list[str]:
@@ -187,16 +196,11 @@ def decode(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-Read = Callable[[str], Sequence[Row]]  # the rows of a CSV, by its name
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
-    "attention_peers": lambda read: peers(
-        attention_cells(read("attention"), "bf16"), attention_cells(read("attention_peers"), "bf16"), "sdpa-cudnn"
-    ),
-    "attention_fp16_part": lambda read: [summary(attention_cells(read("attention_fp16_part"), "fp16"))],
+    "attention_each": attention_each,
     "packed": lambda read: packed(read("packed")),
-    "packed_peers": lambda read: peers(packed_cells(read("packed")), packed_cells(read("packed_peers")), "fa3"),
-    "packed_part": lambda read: [packed_summary(packed_cells(read("packed_part")))],
+    "packed_each": packed_each,
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
 }

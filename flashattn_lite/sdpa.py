@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, calls, ops
+from flashattn_lite import arguments, calls, dispatch, ops
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
-from flashattn_lite.tiles import autocasts
+from flashattn_lite.tiles import autocasts, lowered
 
 NAMES = ("query", "key", "value")
 
@@ -59,13 +59,49 @@ def scaled_dot_product_attention(
     done = _recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if done is not None:
         return done
+    checked = _checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out = _attend(*checked)
+    return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
+
+
+def backend_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """The backend that runs a call with these arguments: "hopper", "tiled", ..."""
+    checked = _checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v, mask, is_causal, scale = checked
+    while (inputs := _viewed(q, k, v, mask)) is None:
+        q, k, v, mask = _entry(q, k, v, mask, 0)
+    inputs, problem = calls.problem_of(_arguments(inputs, is_causal, scale)[:-1])
+    return dispatch.explain(problem, inputs, "auto").backend
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float]:
+    """(q, k, v, mask, is_causal, scale) for `_attend`: [*lead, H, length, dim] with equal batch dims."""
     for name, x in zip(NAMES, (query, key, value), strict=True):
         arguments.check_float_tensor(name, x)
         if x.dim() < 2:
             raise value_error(name, "must have at least 2 dimensions (..., length, head_dim)", x, "Unsqueeze it.")
     _check_options(dropout_p, is_causal, scale, enable_gqa)
     arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    # torch's function is on autocast's list of those that run in the lower precision; so is this one.
+    query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
     _check_mask(attn_mask, query, is_causal)
     rank = max(query.dim(), key.dim(), value.dim(), 3)
     q, k, v = (x.reshape((1,) * (rank - x.dim()) + x.shape) for x in (query, key, value))
@@ -74,8 +110,7 @@ def scaled_dot_product_attention(
     if mask is not None:
         mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    out = _attend(q, k, v, mask, is_causal, scale)
-    return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
+    return q, k, v, mask, is_causal, scale
 
 
 def _arguments(inputs: Inputs, is_causal: bool, scale: float) -> calls.Arguments:
@@ -133,17 +168,6 @@ def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> Non
         raise value_error("attn_mask", f"must be on query's device ({query.device})", attn_mask, "Move it with .to().")
 
 
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Torch's function is on autocast's list of those that run in the lower precision; so is this one."""
-    if not autocasts(query.device):
-        return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(query.device.type)
-    cast = lambda x: x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
-    return cast(query), cast(key), cast(value), cast(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-
-
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [..., H, length, dim] with equal batch dims (views, no copies), checked as a problem."""
     _, nk, nv = NAMES
@@ -186,18 +210,28 @@ def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
     lead = q.shape[:-3]
+    inputs = _viewed(q, k, v, mask)
+    if inputs is None:  # one call for each entry of the first batch dim, never a copy
+        return torch.stack([_attend(*_entry(q, k, v, mask, i), is_causal, scale) for i in range(lead[0])])
+    out, _ = ops.call(_arguments(inputs, is_causal, scale))
+    return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
+
+
+def _viewed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Inputs | None:
+    """These as views with one batch dim; None where they have broadcast batch dims that no stride can express."""
+    lead = q.shape[:-3]
     flat = [_flatten(x, lead) for x in (q, k, v)]
     flat_mask = mask if mask is None else _flatten_mask(mask, lead)
     if any(x is None for x in flat) or (mask is not None and flat_mask is None):
-        # Broadcast batch dims that no stride can express: one call for each entry of the first, never a copy.
-        pieces = [
-            _attend(q[i], k[i], v[i], None if mask is None else mask[i if mask.shape[0] > 1 else 0], is_causal, scale)
-            for i in range(lead[0])
-        ]
-        return torch.stack(pieces)
-    inputs = Inputs(flat[0], flat[1], flat[2], flat_mask)  # type: ignore[arg-type]
-    out, _ = ops.call(_arguments(inputs, is_causal, scale))
-    return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
+        return None
+    return Inputs(flat[0], flat[1], flat[2], flat_mask)  # type: ignore[arg-type]
+
+
+def _entry(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, i: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The i-th entry of the first batch dim."""
+    return q[i], k[i], v[i], None if mask is None else mask[i if mask.shape[0] > 1 else 0]
 
 
 def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:

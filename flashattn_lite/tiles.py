@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,15 @@ def as_written(device: torch.device) -> AbstractContextManager[None]:
 def autocasts(device: torch.device) -> bool:
     """Whether torch.autocast is on for tensors of that device; meta knows none, and says so by an error."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def lowered(device: torch.device, *args: Any) -> tuple[Any, ...]:
+    """A function's arguments as a caller's torch.autocast casts them where the function runs in its lower precision."""
+    if not autocasts(device):
+        return args
+    dtype = torch.get_autocast_dtype(device.type)
+    casts = (isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 for x in args)
+    return tuple(x.to(dtype) if cast else x for x, cast in zip(args, casts, strict=True))
 
 
 @dataclass(frozen=True)

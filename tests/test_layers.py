@@ -62,6 +62,7 @@ FLOORS = {
     "api": 5,
     "decode": 5,
     "sdpa": 6,
+    "replace": 6,
     "integrations": 6,
     "testing": 6,
     "distributed": 6,
@@ -69,9 +70,9 @@ FLOORS = {
 }
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after, and what Triton can take is said by one launcher; the op runs calls, and softmax asks them who
-# watches; the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles, decoding into its
-# two kernels and the splits that both know.
+# named after, and what Triton can take is said by one launcher; the op runs calls, and softmax asks them who watches;
+# what stands in for torch's function is sdpa's; the softmax kernels know where their tiles lie; the Hopper kernel is
+# cut along its roles, decoding into its two kernels and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -105,6 +106,7 @@ NEIGHBOURS = {
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
     ("ops", "calls"),
+    ("replace", "sdpa"),
     ("softmax", "calls"),
     ("kernels.softmax", "kernels.softmax_tiles"),
     ("kernels.softmax_ring", "kernels.softmax_tiles"),

@@ -1,0 +1,170 @@
+"""Our attention in the place of `torch.nn.functional.scaled_dot_product_attention`, and what was called there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashattn_lite import calls, sdpa
+
+
+class Kind(NamedTuple):
+    """Calls that run alike: shapes, dtype, device, options."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    mask: tuple[int, ...] | None
+    is_causal: bool
+
+    def __str__(self) -> str:
+        shapes = " ".join(f"{name} {tuple(shape)}" for name, shape in zip(sdpa.NAMES, self[:3], strict=True))
+        options = (", causal" if self.is_causal else "") + (f", mask {self.mask}" if self.mask is not None else "")
+        return f"{shapes} {str(self.dtype).removeprefix('torch.')} on {self.device}{options}"
+
+
+class Report:
+    """What called torch's function while ours stood there: `calls`, `kinds`, `backends`, `refused`. `print` shows it.
+
+    Calls from inside of compiled code are not counted: they are a part of it. Of a call under vmap or another transform
+    no backend is named: it runs what is behind it. A call takes a few microseconds longer to be counted.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, int] = {}  # calls of each
+        self.backends: dict[Kind, str] = {}  # what ran them
+        self.refused: dict[str, int] = {}  # errors that callers got, by text
+        self._lock = threading.Lock()
+
+    @property
+    def calls(self) -> int:
+        """Calls that ran."""
+        return sum(self.kinds.values())
+
+    def __repr__(self) -> str:
+        return f"Report(calls={self.calls}, kinds={len(self.kinds)}, refused={sum(self.refused.values())})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.calls} calls of scaled_dot_product_attention, {sum(self.refused.values())} refused"]
+        lines += [f"  {count} x {self.backends[kind]}: {kind}" for kind, count in self.kinds.items()]
+        lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
+        return "\n".join(lines)
+
+    def _ran(self, args: tuple[Any, ...]) -> None:
+        query, key, value, mask, _, is_causal, *_ = args
+        q, k, v = (tuple(x.shape) for x in (query, key, value))
+        kind = Kind(q, k, v, query.dtype, query.device.type, None if mask is None else tuple(mask.shape), is_causal)
+        with self._lock:
+            if kind not in self.kinds:
+                self.backends[kind] = "under a transform" if calls.watched() else sdpa.backend_of(*args)
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+
+    def _refuses(self, error: Exception) -> None:
+        with self._lock:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+
+
+def _standing_in(report: Report) -> Any:
+    """torch's function, by us: the same signature."""
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        args = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if torch.compiler.is_compiling():
+            return sdpa.scaled_dot_product_attention(*args)
+        try:
+            out = sdpa.scaled_dot_product_attention(*args)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            report._refuses(error)
+            raise
+        report._ran(args)
+        return out
+
+    scaled_dot_product_attention.__doc__ = sdpa.scaled_dot_product_attention.__doc__
+    return scaled_dot_product_attention
+
+
+@contextmanager
+def replace_sdpa() -> Iterator[Report]:
+    """Inside, `torch.nn.functional.scaled_dot_product_attention` is ours, in every thread. Never falls back to torch's.
+
+    Yields:
+        A `Report` of the calls: how many of which shapes, the backend that ran each kind, and what was refused.
+
+    What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as torch's own modules and most
+    models do) is served. A name bound before (`from torch.nn.functional import scaled_dot_product_attention`) and code
+    that was compiled before keep torch's. Contexts may be nested; each counts what is called inside of it alone.
+
+    Raises:
+        Inside, whatever `flashattn_lite.scaled_dot_product_attention` raises: dropout is a NotImplementedError.
+
+    Example:
+        >>> layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(1, 5, 16)
+        >>> with replace_sdpa() as report:
+        ...     out, _ = layer(x, x, x, need_weights=False)
+        >>> report.calls
+        1
+    """
+    report, before = Report(), F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _standing_in(report)
+    try:
+        yield report
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+_installed: tuple[Any, Any, Report] | None = None  # torch's, ours, its report
+
+
+def install() -> Report:
+    """As `replace_sdpa`, until `uninstall`. Once more does nothing, and returns the same report.
+
+    Example:
+        >>> report = install()
+        >>> torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 2, 3, 8)] * 3).shape
+        torch.Size([1, 2, 3, 8])
+        >>> uninstall()
+        >>> report.calls
+        1
+    """
+    global _installed
+    if _installed is None:
+        report = Report()
+        _installed = F.scaled_dot_product_attention, _standing_in(report), report
+        F.scaled_dot_product_attention = _installed[1]
+    return _installed[2]
+
+
+def uninstall() -> None:
+    """Puts back what `install` found; does nothing where it was not called.
+
+    Raises:
+        RuntimeError: something else stands there now, which this would throw out.
+    """
+    global _installed
+    if _installed is None:
+        return
+    before, ours, _ = _installed
+    if F.scaled_dot_product_attention is not ours:
+        raise RuntimeError(
+            "uninstall: torch.nn.functional.scaled_dot_product_attention is no longer what install() put there, but "
+            f"{F.scaled_dot_product_attention!r}. Take that out first (leave replace_sdpa(), say), then uninstall."
+        )
+    F.scaled_dot_product_attention = before
+    _installed = None

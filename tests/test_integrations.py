@@ -1,0 +1,167 @@
+"""Models of transformers with our attention against the same models with their own, plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.integrations import transformers as integration
+from flashattn_lite.target import interpreting
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(interpreting(), reason="whole models take too long through the interpreter")
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+WINDOW = {"sliding_window": 8}
+DECODERS = {  # grouped heads; windows; soft caps and windows by turns; sinks and windows by turns
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", WINDOW),
+    "gemma2": ("Gemma2Config", {**WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gpt_oss": ("GptOssConfig", {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    fa.integrations.transformers.register()
+    fa.integrations.transformers.register()  # once more does nothing
+
+
+def pair(name, device, dtype=torch.float32):
+    """(ours, theirs): one model, twice, with the same weights."""
+    config_name, options = DECODERS[name]
+    models = []
+    for implementation in ("attn_lite", "eager"):
+        config = getattr(transformers, config_name)(**SMALL, **options)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        with torch.no_grad():
+            for parameter in model.parameters():  # scores that are not all alike
+                parameter.copy_(torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5))
+        models.append(model.to(device, dtype).eval())
+    assert models[0].config._attn_implementation == "attn_lite"
+    return models
+
+
+def tokens(device, batch=2, length=24):
+    return torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_and_gradients_are_theirs(device, name, padded, monkeypatch):
+    layers, attention = [], integration.attention
+    monkeypatch.setattr(
+        integration, "attention", lambda *args, **options: layers.append(0) or attention(*args, **options)
+    )
+    ours, theirs = pair(name, device)
+    x = tokens(device)
+    mask = torch.ones_like(x)
+    if padded:
+        mask[0, :9] = 0  # on the left
+    seen = mask.bool()
+    results = []
+    for model in (ours, theirs):
+        logits = model(x, attention_mask=mask).logits
+        logits[seen].square().sum().backward()
+        results.append((logits[seen].detach(), model.get_input_embeddings().weight.grad))
+    assert len(layers) == 2  # of one of the models
+    for mine, expected in zip(*results, strict=True):
+        assert bool(expected.abs().max() > 1e-3)
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_same_text_comes_out(device, name, cache):
+    """Greedy, a batch padded on the left, through a cache that grows and through one of a fixed size."""
+    ours, theirs = pair(name, device)
+    x = tokens(device)
+    mask = torch.ones_like(x)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache,
+               "disable_compile": True}  # fmt: skip
+    mine, expected = (model.generate(x, **options) for model in (ours, theirs))
+    assert mine.shape == (2, 36) and torch.equal(mine, expected)
+
+
+def test_an_encoder_looks_both_ways(device):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    outs = []
+    mask = torch.ones(2, 24, dtype=torch.long, device=device)
+    mask[1, 15:] = 0
+    for implementation in ("attn_lite", "eager"):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**sizes, vocab_size=100)
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation).to(device).eval()
+        outs.append(model(tokens(device), attention_mask=mask).last_hidden_state[mask.bool()])
+    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-4)
+
+
+def test_one_graph_when_compiled(device):
+    ours, theirs = pair("llama", device)
+    x = tokens(device)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x).logits, theirs(x).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("flash_lite", ValueError, 'name: must not be empty nor have "flash" or "|" in it'),
+        ("", ValueError, "name: must not be empty"),
+        ("sdpa", ValueError, "name: must not be one that transformers has; got 'sdpa'"),
+        ("eager", ValueError, "name: must not be one that transformers has"),
+        (3, TypeError, "name: must be a string; got 3"),
+    ],
+)
+def test_names_that_are_refused(name, error, text):
+    with pytest.raises(error) as raised:
+        integration.register(name)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("dropout", 0.1), ("output_attentions", True), ("cache", object())])
+def test_what_it_does_not_do_is_named(argument, value):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=f"^{argument}: "):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, **{argument: value})
+
+
+def test_autocast_makes_one_dtype_of_them():
+    """Positions turn q and k into float32 in some models, v stays what the product before it gave."""
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = integration.attention_forward(torch.nn.Module(), q, k, v.bfloat16(), torch.zeros(4, 4))
+    assert out.dtype == torch.bfloat16
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.bfloat16().float() for x in (q, k, v)))
+    torch.testing.assert_close(out.float(), exact.transpose(1, 2), rtol=0.02, atol=0.02)
+
+
+def test_a_bias_is_added_to_what_the_mask_leaves():
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    bias, mask = torch.randn(1, 4, 6, 6), torch.rand(2, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+    for kind in (mask, torch.where(mask, 0.0, float("-inf")), None):
+        out, weights = integration.attention_forward(
+            torch.nn.Module(), q, k, v, kind, position_bias=bias, is_causal=True
+        )
+        seen = torch.ones(6, 6, dtype=torch.bool).tril() if kind is None else mask
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, torch.where(seen, bias, float("-inf")))
+        torch.testing.assert_close(out, exact.transpose(1, 2))
+        assert weights is None
+    assert integration.biased(None, None) is None

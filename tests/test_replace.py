@@ -1,0 +1,155 @@
+"""Ours in the place of torch's function: what it serves, what it reports, and that torch's comes back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashattn_lite as fa
+
+TORCHS = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    stayed = F.scaled_dot_product_attention is not TORCHS
+    F.scaled_dot_product_attention = TORCHS
+    fa.uninstall()
+    assert not stayed
+
+
+def qkv(*shape):
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def test_a_module_of_torchs_runs_ours_and_torchs_comes_back():
+    layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    expected, _ = layer(x, x, x, need_weights=False)
+    with fa.replace_sdpa() as report:
+        assert F.scaled_dot_product_attention is not TORCHS
+        out, _ = layer(x, x, x, need_weights=False)
+    assert F.scaled_dot_product_attention is TORCHS
+    torch.testing.assert_close(out, expected)
+    assert report.calls == 1 and not report.refused
+    ((kind, count),) = report.kinds.items()
+    assert count == 1 and kind.query == (2, 2, 5, 8) and not kind.is_causal and kind.mask is None
+    torch.autograd.grad(out.sum(), layer.in_proj_weight)  # by ours
+
+
+def test_torchs_comes_back_where_the_code_inside_fails():
+    with pytest.raises(ZeroDivisionError), fa.replace_sdpa():
+        1 / 0  # noqa: B018
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_the_report_says_what_ran_by_which_backend():
+    q, k, v = qkv(2, 4, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    with fa.replace_sdpa() as report:
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], attn_mask=mask, enable_gqa=True)
+        F.scaled_dot_product_attention(q.expand(5, 2, 2, 4, 6, 8)[:, 0], k, v)  # no stride has these batch dims
+    backend = fa.explain(q, k, v).backend
+    assert list(report.kinds.values()) == [3, 1, 1] and report.calls == 5
+    assert set(report.backends.values()) == {backend}
+    text = str(report)
+    assert "5 calls of scaled_dot_product_attention, 0 refused" in text
+    shapes = "query (2, 4, 6, 8) key (2, 4, 6, 8) value (2, 4, 6, 8)"
+    assert f"  3 x {backend}: {shapes} float32 on cpu, causal" in text.splitlines()
+    grouped = "query (2, 4, 6, 8) key (2, 2, 6, 8) value (2, 2, 6, 8)"
+    assert f"  1 x {backend}: {grouped} float32 on cpu, mask (6, 6)" in text.splitlines()
+    assert repr(report) == "Report(calls=5, kinds=3, refused=0)"
+
+
+def test_what_ours_refuses_is_refused_not_given_to_torch():
+    q, k, v = qkv(1, 2, 4, 8)
+    with fa.replace_sdpa() as report:
+        with pytest.raises(NotImplementedError, match="dropout_p: dropout of attention weights is not implemented"):
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        with pytest.raises(TypeError, match="key"):
+            F.scaled_dot_product_attention(q, k.double(), v)
+    assert report.calls == 0
+    assert [text.split(":")[0] for text in report.refused] == ["dropout_p", "key"]
+    assert "0 calls of scaled_dot_product_attention, 2 refused" in str(report)
+    assert "  1 x refused: dropout_p: " in str(report)
+
+
+def test_contexts_nest_and_each_counts_its_own():
+    q, k, v = qkv(1, 2, 4, 8)
+    with fa.replace_sdpa() as outer:
+        F.scaled_dot_product_attention(q, k, v)
+        with fa.replace_sdpa() as inner:
+            F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v)
+    assert (outer.calls, inner.calls) == (2, 1)
+
+
+def test_calls_of_other_threads_are_counted():
+    q, k, v = qkv(1, 2, 4, 8)
+    with fa.replace_sdpa() as report:
+        many = [threading.Thread(target=F.scaled_dot_product_attention, args=(q, k, v)) for _ in range(8)]
+        for thread in many:
+            thread.start()
+        for thread in many:
+            thread.join()
+    assert report.calls == 8 and len(report.kinds) == 1
+
+
+def test_a_call_under_a_transform_is_counted():
+    q, k, v = qkv(3, 1, 2, 4, 8)
+    with fa.replace_sdpa() as report:
+        out = torch.vmap(F.scaled_dot_product_attention)(q, k, v)
+    torch.testing.assert_close(out, TORCHS(q, k, v))
+    assert report.calls == 1 and list(report.backends.values()) == ["under a transform"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_without_a_graph_break(dynamic):
+    q, k, v = qkv(1, 2, 4, 8)
+
+    def model(q, k, v):
+        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1
+
+    expected = model(q, k, v)
+    graphs = []
+
+    def look(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    with fa.replace_sdpa() as report:
+        out = torch.compile(model, fullgraph=True, backend=look, dynamic=dynamic)(q, k, v)
+    torch.testing.assert_close(out, expected)
+    assert len(graphs) == 1 and "flashattn_lite" in graphs[0].code and report.calls == 0
+
+
+def test_installed_until_uninstalled():
+    q, k, v = qkv(1, 2, 4, 8)
+    fa.uninstall()  # not installed: nothing to do
+    report = fa.install()
+    ours = F.scaled_dot_product_attention
+    assert ours is not TORCHS and fa.install() is report and F.scaled_dot_product_attention is ours
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), TORCHS(q, k, v))
+    with fa.replace_sdpa() as inner:
+        F.scaled_dot_product_attention(q, k, v)
+    assert F.scaled_dot_product_attention is ours
+    fa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+    assert (report.calls, inner.calls) == (1, 1)
+    assert fa.install() is not report  # a new one counts from 0
+    fa.uninstall()
+
+
+def test_uninstall_throws_nobody_out():
+    fa.install()
+    with fa.replace_sdpa():
+        ours = F.scaled_dot_product_attention
+        with pytest.raises(RuntimeError, match=r"uninstall: .* is no longer what install\(\) put there"):
+            fa.uninstall()
+        assert F.scaled_dot_product_attention is ours
+    fa.uninstall()

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from flashattn_lite import calls, sdpa
 
+MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
+
 
 class Kind(NamedTuple):
     """Calls that run alike: shapes, dtype, device, options."""
@@ -42,19 +44,23 @@ class Report:
         self.kinds: dict[Kind, int] = {}  # calls of each
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
+        self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
         self._lock = threading.Lock()
 
     @property
     def calls(self) -> int:
         """Calls that ran."""
-        return sum(self.kinds.values())
+        return sum(self.kinds.values()) + self.others
 
     def __repr__(self) -> str:
         return f"Report(calls={self.calls}, kinds={len(self.kinds)}, refused={sum(self.refused.values())})"
 
     def __str__(self) -> str:
         lines = [f"{self.calls} calls of scaled_dot_product_attention, {sum(self.refused.values())} refused"]
-        lines += [f"  {count} x {self.backends[kind]}: {kind}" for kind, count in self.kinds.items()]
+        often = sorted(self.kinds.items(), key=lambda item: -item[1])
+        lines += [f"  {count} x {self.backends[kind]}: {kind}" for kind, count in often[:SHOWN]]
+        if rest := self.calls - sum(count for _, count in often[:SHOWN]):
+            lines.append(f"  {rest} of other shapes")
         lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
         return "\n".join(lines)
 
@@ -63,6 +69,9 @@ class Report:
         q, k, v = (tuple(x.shape) for x in (query, key, value))
         kind = Kind(q, k, v, query.dtype, query.device.type, None if mask is None else tuple(mask.shape), is_causal)
         with self._lock:
+            if kind not in self.kinds and len(self.kinds) == MOST:
+                self.others += 1
+                return
             if kind not in self.kinds:
                 self.backends[kind] = "under a transform" if calls.watched() else sdpa.backend_of(*args)
             self.kinds[kind] = self.kinds.get(kind, 0) + 1

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashattn_lite as fa
+from flashattn_lite import replace
 
 TORCHS = F.scaled_dot_product_attention
 
@@ -77,6 +78,19 @@ def test_what_ours_refuses_is_refused_not_given_to_torch():
     assert [text.split(":")[0] for text in report.refused] == ["dropout_p", "key"]
     assert "0 calls of scaled_dot_product_attention, 2 refused" in str(report)
     assert "  1 x refused: dropout_p: " in str(report)
+
+
+def test_a_cache_that_grows_does_not_fill_the_report(monkeypatch):
+    monkeypatch.setattr(replace, "MOST", 3)
+    monkeypatch.setattr(replace, "SHOWN", 2)
+    q, k, _ = qkv(1, 2, 8, 8)
+    with fa.replace_sdpa() as report:
+        for length in (1, 2, 2, 3, 4, 5):
+            F.scaled_dot_product_attention(q, k[:, :, :length], k[:, :, :length])
+    assert (report.calls, len(report.kinds), report.others) == (6, 3, 2)
+    lines = str(report).splitlines()
+    assert lines[0].startswith("6 calls") and lines[1].startswith("  2 x ") and len(lines) == 4
+    assert lines[3] == "  3 of other shapes"
 
 
 def test_contexts_nest_and_each_counts_its_own():

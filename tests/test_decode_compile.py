@@ -21,7 +21,15 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 # Bytes of stack a thread, where not 0: what a chain's state waits in while a split is read, and cases with 255
 # registers for two passes, of which the second is the rare careful one.
-STACK_LIMIT = {"paged": 32, "16 tokens": 104, "16 tokens, paged": 16, "wide": 16, "wide, 64 rows": 272, "float32": 8}
+STACK_LIMIT = {
+    "paged": 32,
+    "16 tokens": 104,
+    "16 tokens, paged": 16,
+    "everything": 32,  # by Triton 3.8 alone
+    "wide": 16,
+    "wide, 64 rows": 272,
+    "float32": 8,
+}
 PROGRAMS = {"one token": 4, "paged": 4, "wide, 64 rows": 1}  # of partial_kernel on an H200's multiprocessor, if not 2
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {

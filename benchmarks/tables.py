@@ -87,7 +87,8 @@ def attention(rows: Sequence[Row]) -> list[str]:
                 both = f"{to_cudnn(cell):.2f}, {to_best(cell):.2f} {SHORT.get(best, best)}"
                 texts.append(f"{cell[OURS]:.0f} ({both})")
             lines.append(line(f"d{dim} {kind(causal)}", *texts))
-        lines.append(summary(cells))
+        cudnn, rival, ahead = summary(cells)
+        lines.append(f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}")
         dims = sorted({dim for dim, _, _ in cells}, key=int)
         by_length = [", ".join(means(cells, ratio, 2, lengths)) for ratio in (to_cudnn, to_best)]
         lines.append(f"By length {by_length[0]} of cuDNN, {by_length[1]} of the best rival")
@@ -95,11 +96,10 @@ def attention(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def summary(cells: Cells) -> str:
-    """Of attention: the means of all cells, and in how many nobody is faster."""
+def summary(cells: Cells) -> tuple[float, float, int]:
+    """Of attention: the mean of cuDNN, that of the best rival, in how many cells nobody is faster."""
     cudnn, rival = (geometric_mean(map(ratio, cells.values())) for ratio in (to_cudnn, to_best))
-    ahead = sum(to_best(cell) >= 1 for cell in cells.values())
-    return f"{cudnn:.3f} of cuDNN and {rival:.3f} of the best rival: {len(cells)} cells, ahead in {ahead}"
+    return cudnn, rival, sum(to_best(cell) >= 1 for cell in cells.values())
 
 
 def means(cells: Cells, ratio: Callable[[Speeds], float], at: int, values: Sequence[str]) -> list[str]:

@@ -136,11 +136,7 @@ def ordinary(args: Arguments) -> bool:
 
 def recorded(tensors: tuple[Any, ...]) -> bool:
     """Autograd records a call with these."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:

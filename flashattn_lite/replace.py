@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
     is_causal: bool
 
     def __str__(self) -> str:
-        shapes = " ".join(f"{name} {tuple(shape)}" for name, shape in zip(sdpa.NAMES, self[:3], strict=True))
+        shapes = " ".join(f"{name} {shape}" for name, shape in zip(sdpa.NAMES, self[:3], strict=True))
         options = (", causal" if self.is_causal else "") + (f", mask {self.mask}" if self.mask is not None else "")
         return f"{shapes} {str(self.dtype).removeprefix('torch.')} on {self.device}{options}"
 
@@ -64,17 +65,23 @@ class Report:
         lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
         return "\n".join(lines)
 
-    def _ran(self, args: tuple[Any, ...]) -> None:
-        query, key, value, mask, _, is_causal, *_ = args
+    def _ran(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+        scale: Any = None, enable_gqa: Any = False,
+    ) -> None:  # fmt: skip
+        """Takes in a call of the function whose signature this is."""
         q, k, v = (tuple(x.shape) for x in (query, key, value))
-        kind = Kind(q, k, v, query.dtype, query.device.type, None if mask is None else tuple(mask.shape), is_causal)
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal)
+        args = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with self._lock:
-            if kind not in self.kinds and len(self.kinds) == MOST:
-                self.others += 1
-                return
-            if kind not in self.kinds:
+            if kind in self.kinds:
+                self.kinds[kind] += 1
+            elif len(self.kinds) < MOST:
+                self.kinds[kind] = 1
                 self.backends[kind] = "under a transform" if calls.watched() else sdpa.backend_of(*args)
-            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+            else:
+                self.others += 1
 
     def _refuses(self, error: Exception) -> None:
         with self._lock:
@@ -82,30 +89,20 @@ class Report:
 
 
 def _standing_in(report: Report) -> Any:
-    """torch's function, by us: the same signature."""
+    """torch's function, by us."""
 
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        args = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    @functools.wraps(sdpa.scaled_dot_product_attention)
+    def scaled_dot_product_attention(*args: Any, **options: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return sdpa.scaled_dot_product_attention(*args)
+            return sdpa.scaled_dot_product_attention(*args, **options)
         try:
-            out = sdpa.scaled_dot_product_attention(*args)
+            out = sdpa.scaled_dot_product_attention(*args, **options)
         except (ValueError, TypeError, NotImplementedError) as error:
             report._refuses(error)
             raise
-        report._ran(args)
+        report._ran(*args, **options)
         return out
 
-    scaled_dot_product_attention.__doc__ = sdpa.scaled_dot_product_attention.__doc__
     return scaled_dot_product_attention
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, calls, dispatch, ops
+from flashattn_lite import api, arguments, calls, ops
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
 from flashattn_lite.tiles import autocasts, lowered
@@ -59,28 +59,18 @@ def scaled_dot_product_attention(
     done = _recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if done is not None:
         return done
-    checked = _checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    out = _attend(*checked)
+    out = _attend(*_checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
 
 
-def backend_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> str:
-    """The backend that runs a call with these arguments: "hopper", "tiled", ..."""
-    checked = _checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    q, k, v, mask, is_causal, scale = checked
+def backend_of(*args: Any) -> str:
+    """The backend that runs a call with these arguments, all of `scaled_dot_product_attention`'s in its order."""
+    q, k, v, mask, is_causal, scale = _checked(*args)
     while (inputs := _viewed(q, k, v, mask)) is None:
         q, k, v, mask = _entry(q, k, v, mask, 0)
-    inputs, problem = calls.problem_of(_arguments(inputs, is_causal, scale)[:-1])
-    return dispatch.explain(problem, inputs, "auto").backend
+    q_start = 0 if is_causal else None
+    explained = api.explain(*inputs[:3], causal=is_causal, q_start=q_start, scale=scale, mask=inputs.mask)
+    return explained.backend
 
 
 def _checked(

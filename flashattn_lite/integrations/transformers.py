@@ -77,6 +77,8 @@ def attention_forward(
         is_causal: default the module's. It counts where there is no mask and more than one query, and is top-left.
         softcap, s_aux: soft cap and sinks `(Hq,)`. position_bias: added to the scores. scaling: default 1 / sqrt(D).
         others: what transformers tells every function (a window, say, which the mask has in it).
+
+    Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.
     """
     if dropout:
         remedy = "Set attention_dropout=0.0 in the model's config, or train with its own implementation."
@@ -88,9 +90,8 @@ def attention_forward(
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
-    causal = attention_mask is None and query.shape[2] > 1
-    if causal:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
     out = attention(

@@ -91,8 +91,12 @@ class Call:
         self.start = Starter(attention_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
 
+    def lend(self, inputs: Inputs) -> list[Any]:
+        """k and v as the kernel takes them: their descriptors where TMA copies them."""
+        return self.descriptors.lend(inputs.k, inputs.v) if self.tma else [inputs.k, inputs.v]
+
     def arguments(self, kv: Sequence[Any], inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        """`kv`: k and v, or descriptors of them."""
+        """`kv`: what `lend` gave."""
         scores = score_args(self.problem, inputs)
         return inputs.q, *kv, out, lse, *self.numbers, scores, self.problem.features, self.tile
 
@@ -101,7 +105,7 @@ class Call:
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         if self.start.grid[0]:
-            kv = self.descriptors.lend(inputs.k, inputs.v) if self.tma else [inputs.k, inputs.v]
+            kv = self.lend(inputs)
             self.start(self.arguments(kv, inputs, out, lse))
             if self.tma:
                 self.descriptors.take_back(kv)
@@ -119,8 +123,8 @@ def plan(
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
-    kv = call.descriptors.lend(inputs.k, inputs.v) if call.tma else [inputs.k, inputs.v]
-    return call.start.kernel, call.start.grid, call.arguments(kv, inputs, out, lse), call.start.options
+    args = call.arguments(call.lend(inputs), inputs, out, lse)
+    return call.start.kernel, call.start.grid, args, call.start.options
 
 
 def prepare(

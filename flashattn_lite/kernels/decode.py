@@ -4,7 +4,6 @@ One program of `partial_kernel` owns `own` neighbouring splits, one or a chain (
 one key/value head (the query heads that share it times the query tokens, BLOCK_M of them).
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32;
 (m_c, l_c, acc_c) that of the chain's splits before it.
-So a row's bits follow from its keys alone: not from the batch, nor the room in the cache, nor who folds a chain.
 
 Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and program, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
@@ -57,6 +56,14 @@ def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
+    """(m_i [M], l_i [M, KEYS], acc [M, Dv]) of no keys."""
+    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+    l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
+    return m_i, l_i, tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+
+
+@triton.jit
 def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo,
            diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Folds the splits of `each` tiles that first <= i < last are into the state of those before; one, if not FLAT.
@@ -65,10 +72,8 @@ def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each
     """
     # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
     KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
-    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-    l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
-    acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
-    left = each
+    m_i, l_i, acc = empty_split(KEYS, T)
+    left = each  # tiles of the split at hand
     for i in tl.range(first, last):
         start = i * T.BLOCK_N
         offs_n = start + tl.arange(0, T.BLOCK_N)
@@ -93,9 +98,7 @@ def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each
             left -= 1
             if left == 0:
                 m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
-                m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-                l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
-                acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+                m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
     return fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
 

@@ -1,7 +1,8 @@
 """What both decoding kernels know: the splits that a sequence's keys fall into, and how their states are folded.
 
 The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`), and T.CHAIN
-neighbouring splits are a chain: their states are folded one after the other.
+neighbouring splits are a chain: their states are folded one after the other. So a row's bits follow from its keys
+alone: not from the batch, nor the room in the cache, nor who folds a chain.
 """
 
 from __future__ import annotations

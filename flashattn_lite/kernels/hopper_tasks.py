@@ -40,7 +40,7 @@ class HopperTile:
     O_WIDTH: int  # columns of O that leave at a time
     O_SLOTS: int  # buffers for them, of each consumer
     APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
-    CARRIED: str  # its place in the rings that a consumer takes to the next step: "", that of V, that of K and V (kv)
+    CARRIED: str  # what a consumer takes to its next step of its places in the rings: "", that in V's (v), both (kv)
     TURNS: bool  # two consumers issue their products by turns
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
     LIMIT: float  # of l_i, so that no p has left its dtype's range
@@ -257,7 +257,7 @@ def stage(it, T: gl.constexpr):
 
 @gluon.jit
 def next_stage(at, phase, it, T: gl.constexpr):
-    """(buffer, phase) of the tile after the it-th, which is in (at, phase)."""
+    """`stage` of it + 1, from that of it where it is carried."""
     if T.CARRIED != "kv":
         return stage(it + 1, T)
     elif T.STAGES & (T.STAGES - 1) == 0:

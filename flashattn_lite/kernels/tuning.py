@@ -34,7 +34,9 @@ class HopperConfig:
     blocks: int = 1  # a multiprocessor
     q_slots: int = 0  # buffers of Q; 0: one a consumer
     apart: bool = False  # K is given back before V of the step before, for rings of few stages
-    carried: str = ""  # places in the rings that a consumer takes to its next step: "", of V (v), of K too (kv)
+    carried: str = (
+        ""  # what a consumer takes to its next step of its places in the rings: "", that in V's (v), both (kv)
+    )
     turns: bool = False  # two consumers issue their products by turns
     q_held: bool = False  # a consumer keeps its Q in registers
     o_width: int = 128  # columns of O that leave at a time, at most
@@ -150,7 +152,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   128: 344 461 552 618 705; 352 467 554 615 714, 359 456 568 622 721, 349 467 558 629 699
 #   256: 337 462 557 624 702; 353 466 558 631 693, 346 464 565 618 686, 335 456 548 617 676
 # And of two, rounded up to whole heads or down, two rounds, 16k keys: 128 714 737, 730 745; 256 703 742, 731 763. At 4k
-# 631, 640 and 645, 630. Those heads' K and V then fit into L2: of what the multiprocessors ask for, 11% was not there.
+# 631, 640 and 645, 630. Three heads of 256 have 48 MiB of K and V, of L2's 50: it had 89% of what was asked of it.
 LAST_TILES = 2  # row tiles a multiprocessor, at most, of the causal heads that come last together (one head at least)
 # What a consumer takes to its next step, to nothing, means of all lengths: 64 kv 1.015; 128 v 1.004, kv 0.983; 256 v
 # 0.997 (causal 16k 0.97), kv 0.987.

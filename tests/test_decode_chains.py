@@ -27,7 +27,7 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 @pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
-    """One program a chain of splits, or one a split and the merge folds them: lengths at the borders of both.
+    """One program a split, a chain, or a pair of chains, and the merge folds the rest: lengths at the borders of all.
 
     Nor does in how many loops a chain is read, or how many columns a merging program has.
     """
@@ -50,24 +50,28 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
     lens = int32(lens, device)
     config_of = decode_launch.config_of
 
-    def run(whole, flat, columns):
-        monkeypatch.setattr(decode_launch, "fills", lambda *_: whole)
+    def owned(chains, config):
+        return max(1, min(chains, 2 if config.pairs else 1) * config.chain)
+
+    def run(chains, flat, columns):
+        monkeypatch.setattr(decode_launch, "splits_owned", lambda *x: owned(chains, x[2]))
         monkeypatch.setattr(decode_launch, "config_of", lambda *x: replace(config_of(*x), flat=flat, columns=columns))
         monkeypatch.setattr(decode, "_ready", {})
         return fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True)
 
-    expected = run(False, True, (16, 32))
+    expected = run(0, True, (16, 32, 64))
     assert bool(expected[0][..., 5:].isfinite().all())
-    for other in ((True, True, (16, 32)), (True, False, (16, 64)), (False, False, (128, 16))):
+    others = [(1, True, (16, 32, 64)), (2, True, (16, 32, 16)), (2, True, (16, 32, 64))]
+    for other in (*others, (1, False, (16, 64, 64)), (0, False, (128, 16, 16))):
         assert_same_bits(expected, run(*other), str(other), None)
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "whole"),
-    [(1, 1, False), (8, 1, True), (9, 1, False), (64, 1, True), (1, 16, False), (8, 16, True)],
+    ("batch", "tokens", "chains"),
+    [(1, 1, 0), (8, 1, 1), (9, 1, 0), (16, 1, 2), (24, 1, 1), (64, 1, 2), (1, 16, 0), (8, 16, 1)],
 )
-def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, whole):
-    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty."""
+def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, chains):
+    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too."""
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
     lens = torch.empty(batch, dtype=torch.int32, device="meta")
@@ -75,7 +79,8 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
     call = decode_launch.Call(problem, inputs, None, out, lse, H200)
     splits = 8 if tokens == 16 else 32
-    assert call.partial.grid[0] == batch * 8 * (splits // call.tile.CHAIN if whole else splits)
+    assert call.partial.grid[0] == batch * 8 * splits // max(1, chains * call.tile.CHAIN)
+    assert call.tile.PAIRS is (chains == 2)
 
 
 def test_fills():

@@ -14,6 +14,7 @@ from benchmarks.offline import GPUS, compiled, usage  # noqa: E402
 from flashattn_lite import decode  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import decode_launch  # noqa: E402
+from flashattn_lite.kernels.decode_splits import DecodeTile  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -89,8 +90,8 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lengths_and_batch_do_not_recompile(tokens):
-    """The same kernels serve all batches and capacities, whatever the number of splits."""
-    hashes = set()
+    """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains."""
+    hashes: dict[bool, set[tuple[str, ...]]] = {}
     for batch, capacity in ((1, 100), (1, 5000), (64, 8192), (3, 2**20)):
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
         k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
@@ -98,8 +99,10 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
         launches = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
-        hashes.add(tuple(compiled("sm_90", plan).hash for plan in launches))
-    assert len(hashes) == 1
+        pairs = next(x.PAIRS for x in launches[0][2] if isinstance(x, DecodeTile))
+        hashes.setdefault(pairs, set()).add(tuple(compiled("sm_90", plan).hash for plan in launches))
+    assert set(hashes) == ({False, True} if tokens == 1 else {False})
+    assert all(len(same) == 1 for same in hashes.values())
 
 
 @pytest.mark.parametrize(

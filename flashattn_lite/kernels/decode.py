@@ -1,9 +1,9 @@
 """Split-KV decoding in Triton: states of parts of a cache. `decode_merge.py` merges, `decode_launch.py` starts them.
 
-One program of `partial_kernel` owns `own` neighbouring splits, one or a chain (see `decode_splits.py`), for the rows of
-one key/value head (the query heads that share it times the query tokens, BLOCK_M of them).
+One program of `partial_kernel` owns `own` neighbouring splits, one, a chain or two chains (see `decode_splits.py`), for
+the rows of one key/value head (the query heads that share it times the query tokens, BLOCK_M of them).
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32;
-(m_c, l_c, acc_c) that of the chain's splits before it.
+(m_c, l_c, acc_c) that of the chain's splits before it, (m_p, l_p, acc_p) that of the chain before it.
 
 Bytes moved: K and V once, which is the floor; a state of Dv + 2 floats a row and program, written and read.
 Keys that no row sees are not read. A key that one row sees and another does not can still put 0 * NaN into the other:
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, splits_of, visible_keys
+from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.scores import to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, update
@@ -64,16 +64,19 @@ def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo,
+def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo,
            diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Folds the splits of `each` tiles that first <= i < last are into the state of those before; one, if not FLAT.
+    """Folds the splits of `each` tiles that first <= i < last are into `chain`, the state of those before.
 
-    FINITE: from a V without its infinities and NaN.
+    One split, if not FLAT. FINITE: from a V without its infinities and NaN.
     """
+    m_c, l_c, acc_c = chain
+    m_p, l_p, acc_p = no_keys(T.BLOCK_M, T.BLOCK_DV)  # of the first chain of a pair, when it is done
     # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
     KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
     m_i, l_i, acc = empty_split(KEYS, T)
     left = each  # tiles of the split at hand
+    splits = T.CHAIN  # of the first chain that are left
     for i in tl.range(first, last):
         start = i * T.BLOCK_N
         offs_n = start + tl.arange(0, T.BLOCK_N)
@@ -100,7 +103,16 @@ def attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each
                 m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
                 m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
-    return fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+                splits -= 1
+                if T.PAIRS and splits == 0:
+                    m_p, l_p, acc_p = whole(m_c, l_c, acc_c)
+                    m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
+    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+    if T.PAIRS:
+        m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
+        return fold(m_p, l_p, acc_p, m_c, l_c, acc_c)
+    else:
+        return m_c, l_c, acc_c
 
 
 @triton.jit
@@ -110,16 +122,14 @@ def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
 
     In one loop if FLAT: at the end of a loop of its own, each split would wait for its first keys again.
     """
-    m_c = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-    l_c = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
-    acc_c = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     if T.FLAT:
-        return attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k,
+        return attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k,
                       diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
     else:
         for start in tl.range(first, last, each):
             end = tl.minimum(start + each, last)
-            m_c, l_c, acc_c = attend(m_c, l_c, acc_c, q, k_src, v_src, table_ptr, pages, start, end, each, lo, hi,
+            m_c, l_c, acc_c = attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, start, end, each, lo, hi,
                                      offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
         return m_c, l_c, acc_c
 
@@ -152,8 +162,9 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
     wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    # To be kept in L2 until the merge has read it, while K and V run through; wider tiles have no register left for it.
-    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 else ""
+    # To be kept in L2 until the merge has read it, while K and V run through; not where few are written, which are read
+    # long after. Wider tiles have no register left for it.
+    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 and not T.PAIRS else ""
     tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
 
 

@@ -63,8 +63,10 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         UNEQUAL=problem.len_q > 1 and (features.left or features.right),
         LANES=config.lanes,
         CHAIN=config.chain,
+        PAIRED=config.paired,
+        PAIRS=False,
         COLUMNS=min(config.columns[0], padded(problem.head_dim_v)),
-        CHAIN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
+        OWN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
         FLAT=config.flat,
         PDL=target.is_cuda(90),
     )
@@ -93,12 +95,14 @@ class Call:
     ) -> None:
         config = config or config_of(problem, inputs, target, table is not None)
         q, k, v = inputs.q, inputs.k, inputs.v
-        self.tile = tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
+        tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
         num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
-        chains = triton.cdiv(splits, tile.CHAIN)
-        own = tile.CHAIN if fills(num_m * heads * chains, config.programs, target) else 1
+        own = splits_owned(splits, num_m * heads, config, target)
+        if own > tile.CHAIN:
+            tile = replace(tile, PAIRS=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
+        self.tile = tile
         parts = triton.cdiv(splits, own)
         self.rows, self.dim_v = heads * parts * problem.group * problem.len_q, problem.head_dim_v
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
@@ -108,7 +112,7 @@ class Call:
             *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
-        columns = tile.COLUMNS if own == 1 else tile.CHAIN_COLUMNS
+        columns = tile.COLUMNS if own == 1 else tile.OWN_COLUMNS
         self.merge_numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         partial = unfused | {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -166,6 +170,12 @@ def plan(
         (partial_kernel, call.partial.grid, partial, call.partial.options),
         (merge_kernel, call.merge.grid, merge, call.merge.options),
     )
+
+
+def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> int:
+    """Splits of one program: a pair of chains, a chain, or a split; the most with which the programs fill the GPU."""
+    choices = (2 * config.chain, config.chain) if config.pairs else (config.chain,)
+    return next((n for n in choices if fills(rows * triton.cdiv(splits, n), config.programs, target)), 1)
 
 
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, splits_of, visible_keys, weigh
+from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, weigh, whole
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
 
@@ -31,8 +31,8 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
                   T: tl.constexpr):  # fmt: skip
     """This program's COLUMNS of its row, from states of OWN splits each."""
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
-    PARTS: tl.constexpr = T.CHAIN // OWN  # of a chain
-    CHAINS: tl.constexpr = T.LANES // T.CHAIN
+    PARTS: tl.constexpr = max(1, T.CHAIN // OWN)  # of a chain
+    CHAINS: tl.constexpr = T.LANES // (OWN * PARTS)  # or pairs of them
     rows = T.GROUP if T.ONE else T.GROUP * len_q
     at, block = divided(tl.program_id(0), blocks)
     head, r = divided(at, rows)
@@ -43,11 +43,12 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
     if T.PDL:
         tl.extra.cuda.gdc_wait()
-    m_c = tl.full([CHAINS], EMPTY_M, tl.float32)
-    l_c = tl.full([CHAINS], EMPTY_L, tl.float32)
-    acc_c = tl.full([CHAINS, COLUMNS], 0.0, tl.float32)
+    m_c, l_c, acc_c = no_keys(CHAINS, COLUMNS)
+    chain = tl.arange(0, CHAINS)
+    if T.PAIRED and OWN <= T.CHAIN:  # neighbours half of the chains apart: where the first sum takes them
+        chain = chain % (CHAINS // 2) * 2 + chain // (CHAINS // 2)
     for i in tl.static_range(PARTS):
-        part = tl.arange(0, CHAINS) * PARTS + i
+        part = chain * PARTS + i
         written = part * OWN * each < tiles
         at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
         m_p = tl.load(states[0] + at, mask=written, other=EMPTY_M)
@@ -56,6 +57,8 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
         wanted = written[:, None] & exists
         acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
         m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
+    if T.PAIRED and OWN <= T.CHAIN:
+        m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
     # The chains are the scores of one more softmax, whose weights are theirs.
     m_i = tl.max(m_c, 0) + tl.zeros([1], tl.float32)
     _, weight = shift(m_c[:, None], m_i[None, :])  # [CHAINS, 1]
@@ -83,9 +86,10 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
 def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
                  parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
-    if own == 1:
+    OWN: tl.constexpr = 2 * T.CHAIN if T.PAIRS else T.CHAIN
+    if not T.PAIRS and own == 1:
         merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
                       len_q, max_k, diag_lo, diag_hi, 1, T.COLUMNS, F, T)  # fmt: skip
     else:
         merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
-                      len_q, max_k, diag_lo, diag_hi, T.CHAIN, T.CHAIN_COLUMNS, F, T)  # fmt: skip
+                      len_q, max_k, diag_lo, diag_hi, OWN, T.OWN_COLUMNS, F, T)  # fmt: skip

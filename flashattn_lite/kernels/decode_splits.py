@@ -1,8 +1,9 @@
 """What both decoding kernels know: the splits that a sequence's keys fall into, and how their states are folded.
 
-The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`), and T.CHAIN
+The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`). T.CHAIN
 neighbouring splits are a chain: their states are folded one after the other. So a row's bits follow from its keys
-alone: not from the batch, nor the room in the cache, nor who folds a chain.
+alone: not from the batch, nor the room in the cache, nor who folds a chain. With T.PAIRED, states of chains are brought
+to whole references (`whole`), and those of two neighbours are added up first, again whoever does it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.state import merge
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, merge, shift
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class DecodeTile:
     UNEQUAL: bool  # rows of one sequence may see different keys
     LANES: int  # splits of a sequence, at most
     CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
+    PAIRED: bool  # neighbouring chains are added up first, whoever does it
+    PAIRS: bool  # and a program of `partial_kernel` owns two
     COLUMNS: int  # of the output, a merging program where each split has a state
-    CHAIN_COLUMNS: int  # the same where a chain has one
+    OWN_COLUMNS: int  # the same where a chain has one, or a pair
     FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys
     PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 
@@ -71,6 +74,25 @@ def splits_of(lo, hi, T: tl.constexpr):
 def weigh(acc, alpha):
     """acc * alpha, but an infinity stays one whatever its weight, so that it does not matter when it is weighed."""
     return tl.where(tl.abs(acc) < float("inf"), acc * alpha, acc)
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The state of no keys: (m [ROWS], l [ROWS], acc [ROWS, COLUMNS])."""
+    m_i = tl.full([ROWS], EMPTY_M, tl.float32)
+    l_i = tl.full([ROWS], EMPTY_L, tl.float32)
+    return m_i, l_i, tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+
+
+@triton.jit
+def whole(m_i, l_i, acc):
+    """The same state at a reference that is a whole number.
+
+    Between such states weights are powers of two, and so exact: a pair may be added up before its weight is known.
+    """
+    m_w = tl.ceil(m_i)
+    _, alpha = shift(m_i, m_w)
+    return m_w, l_i * alpha, weigh(acc, alpha[:, None])
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Those of softmax are in `tuning_softmax.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -195,10 +196,12 @@ class DecodeConfig:
     num_stages: int
     lanes: int = 32  # splits of a sequence, at most
     chain: int = 4  # neighbouring splits that are folded one after the other
+    paired: bool = False  # neighbouring chains are added up first, whoever does it
+    pairs: bool = False  # and a program may own two, if flat
     programs: int = 2  # of partial_kernel on a multiprocessor at once
     flat: bool = True  # a chain is one loop over its keys, not one over its splits of one over their keys
-    # Of the output, a merging program: where each split has a state, where a chain has one.
-    columns: tuple[int, int] = (32, 64)
+    # Of the output, a merging program: where each split has a state, a chain, a pair of chains.
+    columns: tuple[int, int, int] = (32, 64, 64)
     merge_registers: int = 96  # a thread of merge_kernel at most; by its own choice it waits twice for a chain's states
     registers: int = 0  # a thread of partial_kernel at most; 0: the compiler's choice
 
@@ -221,6 +224,8 @@ FULL = 0.85  # of the places that a launch's waves have; where between an eighth
 # Columns of a merging program. Where each split has a state, 16 and 32: 1 x 8k 13.1 and 13.3 us, 1 x 32k 36.0, 36.2.
 # Where a chain has one, 32, 64, 128: 8 x 8k 66.7 67.3 67.8, 64 x 8k 502 500 503, four tokens 68.7 68.3 68.5, sixteen
 # 81.7 76.8 75.7, pages of 16, 8 x 8k 71.4 72.0 71.7. Registers, 64, 96, 128, 255: level.
+# Pairs of chains where they fill the GPU too: 64 x 8k 498 and 488, 16 x 32k 490 and 486, 64 x 2k 131.4 and 128.9, 32 x
+# 8k 249.0 and 248.2; merged by 32 columns 491, 485, 131.5, 249.5. Pages, where they spill, had 520 for 515.
 # A chain as one loop and as one of a loop a split: 8 x 8k 67.8 68.5, 64 x 8k 503 504, 1 x 32k 36.0 37.0, four tokens
 # 68.5 69.3, pages 71.7 74.5; sixteen tokens, on wgmma, 87.0 75.7.
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
@@ -240,7 +245,9 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
         # So that small tests cross borders.
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, flat=problem.len_q == 1, columns=(16, 32))
+        one, several = {"lanes": 8, "paired": True, "pairs": True}, {"lanes": 4, "flat": False}
+        more: dict[str, Any] = one if problem.len_q == 1 else several
+        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, chain=2, columns=(16, 32, 16), **more)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -255,15 +262,15 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
         # 64 x 256 floats of one state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
         tile = DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps)
-        return replace(tile, flat=False, columns=(128, 128), merge_registers=168)
+        return replace(tile, flat=False, columns=(128, 128, 128), merge_registers=168)
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
-        one = DecodeConfig(rows, block_n, split, 4, stages, programs=4, columns=(16, 32))
+        one = DecodeConfig(rows, block_n, split, 4, stages, paired=True, programs=4, columns=(16, 32, 64))
         if paged:
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
-        return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes))
+        return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), pairs=True)
     return DecodeConfig(rows, block_n, split, 4, stages)
 
 

@@ -29,6 +29,7 @@ FLOORS = {
     "kernels.interpreter": 1,
     "kernels.operands": 1,
     "kernels.start": 1,
+    "kernels.tensor_maps": 0,
     "kernels.gluon_names": 1,
     "kernels.device": 1,
     "reference": 2,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from flashattn_lite.kernels import tensor_maps
+
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 
 
@@ -26,16 +28,20 @@ class Starter:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), options
         self.compiled: Any = None
         self.runner: Any = None
+        self.launcher: tensor_maps.Launcher | None = None
 
     def __call__(self, args: tuple[Any, ...]) -> None:
         compiled, stream = self.compiled, current_stream(torch.cuda.current_device())
         if compiled is None:
-            self.compiled = self.kernel[self.grid](*args, **self.options)
-            self.runner = self.compiled[self.grid]
+            compiled = self.kernel[self.grid](*args, **self.options)
+            self.launcher = tensor_maps.found(compiled.run, self.grid, stream, without_hooks(compiled), args)
+            self.runner, self.compiled = compiled[self.grid], compiled
         elif hooked():
             self.runner(*args, stream=stream)
-        else:  # the same without the metadata that only hooks look at
-            compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        elif self.launcher is not None:
+            self.launcher(self.grid, stream, without_hooks(compiled), args)
+        else:
+            compiled.run(*self.grid, stream, *without_hooks(compiled), *args)
 
 
 def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:
@@ -45,6 +51,11 @@ def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:
     else:
         with torch.cuda.device(device):
             launch(*args)
+
+
+def without_hooks(compiled: Any) -> tuple[Any, ...]:
+    """What `compiled.run` takes between stream and arguments, without the metadata that only hooks look at."""
+    return compiled.function, compiled.packed_metadata, None, None, None
 
 
 def hooked() -> bool:

@@ -1,0 +1,107 @@
+"""Launches from below the part of Triton's launcher that makes tensor maps: those of addresses seen before serve again.
+
+Triton makes a map of each tensor descriptor at each launch, in Python, which takes longer than the launch: the function
+`launch` of its launcher puts maps, sizes and strides in the place of descriptors, and hands all on to `launcher`. So it
+is in Triton 3.6 to 3.9, and `found` looks whether it is. Where it is not, every launch is Triton's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+MOST = 1024  # maps that a kernel keeps; past that all are forgotten
+
+Maps = list[list[Any]]  # of each descriptor: its map, sizes and strides
+
+
+class Launcher:
+    """Launches one compiled kernel whose arguments first <= i < last are tensor descriptors.
+
+    From launch to launch descriptors may differ in their addresses, not in sizes and strides; other arguments in all.
+    """
+
+    def __init__(self, run: Any, first: int, last: int) -> None:
+        self.run, self.first, self.last = run, first, last
+        self.launcher = below(run.launch)
+        self.kept: dict[tuple[int, int], list[Any]] = {}  # by descriptor and address
+        self.nested = False  # the kernel's arguments are handed on as one list
+        self.between: tuple[Any, ...] = ()  # what is handed on between the stream and the kernel's arguments
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        """`fixed`: what Triton's launcher takes between the stream and the kernel's arguments."""
+        try:
+            maps = [self.kept[i, args[i].base.data_ptr()] for i in range(self.first, self.last)]
+        except KeyError:
+            maps = self.learn(grid, stream, fixed, args)
+        flat = [*args[: self.first], *itertools.chain.from_iterable(maps), *args[self.last :]]
+        if self.nested:
+            self.launcher(*grid, stream, *self.between, flat)
+        else:
+            self.launcher(*grid, stream, *self.between, *flat)
+
+    def learn(self, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]) -> Maps:
+        """Has Triton make these descriptors' maps, and keeps them. LookupError if they are handed on otherwise."""
+        handed = handed_on(self.run, *grid, stream, *fixed, *args)
+        ends = [self.first]
+        for descriptor in args[self.first : self.last]:
+            ends.append(ends[-1] + 1 + 2 * len(descriptor.shape))
+        count = ends[-1] + len(args) - self.last
+        self.nested = isinstance(handed[-1], list)
+        at = len(handed) - (1 if self.nested else count)
+        flat = handed[-1] if self.nested else list(handed[at:])
+        self.between = handed[4:at]
+        maps = [flat[start:end] for start, end in itertools.pairwise(ends)]
+        others, given = [*flat[: self.first], *flat[ends[-1] :]], [*args[: self.first], *args[self.last :]]
+        untouched = len(others) == len(given) and all(map(operator.is_, others, given))
+        if handed[:4] != (*grid, stream) or not untouched or hasattr(maps[0][0], "data_ptr"):
+            raise LookupError("Triton's launcher hands on something else")
+        if len(self.kept) + len(maps) > MOST:
+            self.kept.clear()
+        for i, parts in enumerate(maps, self.first):
+            self.kept[i, args[i].base.data_ptr()] = parts
+        return maps
+
+
+def below(launch: Any) -> Callable[..., None]:
+    """What `launch` hands on to. LookupError where nothing is between them."""
+    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+    launcher: Callable[..., None] = cells["launcher"].cell_contents
+    return launcher
+
+
+def handed_on(run: Any, *args: Any) -> tuple[Any, ...]:
+    """What Triton's launcher `run`, called with args, hands on; nothing is launched."""
+    handed: list[tuple[Any, ...]] = []
+    catch = types.CellType(lambda *args: handed.append(args))
+    launch = run.launch
+    cells = zip(launch.__code__.co_freevars, launch.__closure__, strict=True)
+    closure = tuple(catch if name == "launcher" else cell for name, cell in cells)
+    recorder = copy.copy(run)  # not the launcher itself, which other threads use
+    recorder.launch = types.FunctionType(launch.__code__, launch.__globals__, closure=closure)
+    recorder(*args)
+    return handed[0]
+
+
+def found(
+    run: Any, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]
+) -> Launcher | None:
+    """What launches the kernel of `run` from below; None if it has no descriptors, or Triton's launcher is another."""
+    described = [i for i, x in enumerate(args) if hasattr(x, "block_shape")]
+    try:
+        if not described or described[-1] - described[0] >= len(described) or not plain(run):
+            return None
+        launcher = Launcher(run, described[0], described[-1] + 1)
+        launcher.learn(grid, stream, fixed, args)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+    return launcher
+
+
+def plain(run: Any) -> bool:
+    """Each launch is no more than a launch: it has no memory of its own, and nobody's instruments."""
+    return run.global_scratch_size == run.profile_scratch_size == 0 and not getattr(run, "gsan_enabled", False)

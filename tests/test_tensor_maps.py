@@ -1,0 +1,124 @@
+"""Launches with tensor maps that were made before, through the installed Triton's launcher: no GPU needed."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+nvidia = pytest.importorskip("triton.backends.nvidia.driver", reason="this Triton has no NVIDIA backend")
+from flashattn_lite.kernels import tensor_maps  # noqa: E402
+
+GRID, STREAM, FIXED = (7, 1, 1), 11, ("function", (4, 1, 0), None, None, None)
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
+TILE = types.SimpleNamespace(BLOCK=64)
+
+
+class Descriptor:
+    """As Triton's, of a tensor's address."""
+
+    padding, round_f32_to_tf32, element_strides, block_shape = "zero", False, None, [64, 64]
+
+    def __init__(self, base):
+        self.base, self.shape, self.strides = base, list(base.shape), list(base.stride())
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Triton's launcher of a kernel (pointer, two descriptors, tuple, number, constexpr); `seen`: its launches."""
+    made, seen = itertools.count(), []
+
+    def fill(address, *_):
+        return f"map {next(made)} of {address}"
+
+    utils = types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    active = types.SimpleNamespace(utils=utils)
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=active))
+    described = "tensordesc<bf16[64, 64],#shared>"
+    signature = dict(enumerate(["*bf16", described, described, ("i32", "*i32"), "i32", "constexpr"]))
+    launcher = object.__new__(nvidia.CudaLauncher)
+    launcher.launch = nvidia.wrap_handle_tensordesc(lambda *args: seen.append(args), signature, [META, META])
+    launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    launcher.arg_annotations, launcher.kernel_signature, launcher.gsan_enabled = ["annotations"], b"signature", False
+    launcher.seen, launcher.made = seen, made
+    return launcher
+
+
+def arguments(number=5):
+    q, k, v = (torch.empty(3, 64) for _ in range(3))
+    return q, Descriptor(k), Descriptor(v), (1, torch.empty(2)), number, TILE
+
+
+def plainly(launch):
+    """A launch in one row, maps by their addresses alone."""
+    *before, last = launch
+    flat = [*before, *last] if isinstance(last, list) else list(launch)
+    return [x.split(" of ")[1] if isinstance(x, str) and x.startswith("map") else x for x in flat]
+
+
+def alike(a, b):
+    return len(a) == len(b) and all(x is y or (isinstance(x, (int, str)) and x == y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
+    """The same arguments in the same places, whatever changed; each address gets one map."""
+    first = arguments()
+    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, first)
+    assert launcher is not None and run.seen == [] and next(run.made) == 2
+    other = arguments(6)
+    for args, stream in ((first, STREAM), (other, STREAM), (first, 12), (other, 13), (arguments(7), 14)):
+        launcher(GRID, stream, FIXED, args)
+        run(*GRID, stream, *FIXED, *args)
+        ours, tritons = run.seen
+        run.seen.clear()
+        assert len(ours) == len(tritons) and alike(plainly(ours), plainly(tritons))
+    # Three sets of two, after one that this test took; and Triton's own two at each of five launches.
+    assert next(run.made) == 1 + 2 * 3 + 2 * 5
+
+
+def test_maps_keep_no_tensor_alive(run):
+    import weakref
+
+    args = arguments()
+    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, args)
+    launcher(GRID, STREAM, FIXED, args)
+    run.seen.clear()
+    alive = [weakref.ref(x) for x in (args[0], args[1].base, args[2].base, args[3][1])]
+    del args
+    assert not any(reference() is not None for reference in alive)
+
+
+def test_no_more_than_most_are_kept(run, monkeypatch):
+    monkeypatch.setattr(tensor_maps, "MOST", 5)
+    kept = [arguments() for _ in range(4)]
+    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, kept[0])
+    for args in kept:
+        launcher(GRID, STREAM, FIXED, args)
+        assert len(launcher.kept) <= 5
+    addresses = [[str(x.base.data_ptr()) for x in args[1:3]] for args in kept]
+    assert [[x for x in plainly(launch) if str(x).isdigit() and len(str(x)) > 6] for launch in run.seen] == addresses
+
+
+def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
+    args = arguments()
+    assert tensor_maps.found(run, GRID, STREAM, FIXED, args[:1] + args[3:]) is None  # no descriptors
+    for name, value in (("global_scratch_size", 8), ("profile_scratch_size", 8), ("gsan_enabled", True)):
+        before = getattr(run, name)
+        setattr(run, name, value)
+        assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None, name
+        setattr(run, name, before)
+    launch = run.launch
+    for other in (print, lambda *args: None, lambda *args: launch(*args)):
+        run.launch = other
+        assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+    launcher = lambda *args: None
+    run.launch = lambda *args: launcher(*args[:-1])  # hands on less
+    assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+    run.launch = lambda *args: launcher(*(x.base if isinstance(x, Descriptor) else x for x in args))  # no maps
+    assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+    assert run.seen == []

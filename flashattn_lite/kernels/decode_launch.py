@@ -104,7 +104,9 @@ class Call:
             tile = replace(tile, PAIRS=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
         self.tile = tile
         parts = triton.cdiv(splits, own)
-        self.rows, self.dim_v = heads * parts * problem.group * problem.len_q, problem.head_dim_v
+        rows = heads * parts * problem.group * problem.len_q
+        # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
+        self.sizes = [triton.cdiv(n, 4) * 4 for n in (rows * problem.head_dim_v, rows, rows)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
@@ -132,8 +134,8 @@ class Call:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of both launches; the first writes states that the second reads."""
         q, kv_lens = inputs.q, contiguous(inputs.kv_lens)
-        m, l_i = q.new_empty(self.rows, dtype=torch.float32), q.new_empty(self.rows, dtype=torch.float32)
-        states = (m, l_i, q.new_empty(self.rows, self.dim_v, dtype=torch.float32))
+        acc, m_i, l_i = q.new_empty(sum(self.sizes), dtype=torch.float32).split(self.sizes)
+        states = (m_i, l_i, acc)
         table = None if table is None else in_rows(table)
         return (
             (q, inputs.k, inputs.v, table, kv_lens, *states, *self.partial_numbers),

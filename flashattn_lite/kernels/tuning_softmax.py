@@ -116,6 +116,9 @@ STATS_WHOLE = {
 # 4260, 4039, with five that stay 3564, 3649, 3212, 4108, 4149, 3792; 32 steps 3815, 3944, 3478, 4116, 4311, 4054, but
 # a row of 2^17 is then one program's; tiles of 8192 or of 2 or 8 warps slower in one of both.
 STATS = SoftmaxTile(1, 4096, 4, steps=4)
+# Longer rows, by bytes an element, and the columns past which. fp32, to a read: 16 x 2^20 0.95, 64 x 2^18 0.95, 128 x
+# 2^19 0.99; with four steps 0.89, 0.88, 0.98; 16 steps 0.87, 0.86, 0.92. bf16 is level: 0.96, 0.96, 0.93 with eight.
+STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
 WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16
@@ -136,6 +139,8 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
     if block <= 1024:
         return replace(short, rows=short.cols // block, cols=block)
     tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, STATS)
+    if not keeps and itemsize in STATS_LONG and cols > STATS_LONG[itemsize][0]:
+        split = STATS_LONG[itemsize][1]
     if target.interpreting:
         tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
         split = replace(split, cols=INTERPRETED[False])

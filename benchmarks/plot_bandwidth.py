@@ -49,9 +49,11 @@ def draw(rows: Sequence[Row], out: Path, title: Callable[[Row], str], shape: Cal
         panel(axes, [row for row in rows if title(row) == text], shape)
         axes.set_title(text, loc="left", color=INK, fontsize=11)
     first = rows[0]
+    commits = {row["commit"]: row["op"] for row in rows}  # one, unless each op had a run of its own
+    of = ", ".join(commits if len(commits) == 1 else (f"{commit} ({op})" for commit, op in commits.items()))
     note = (
         f"Median of calls, inputs rotated past the L2 cache. {first['gpu']}, torch {first['torch']}, "
-        f"triton {first['triton']}, commit {first['commit']}, {first['date']}."
+        f"triton {first['triton']}, commit {of}, {first['date']}."
     )
     figure.text(0.01, 0.005, note, fontsize=8, color="#666666", va="bottom")
     figure.tight_layout(rect=(0, 0.03, 1, 1))

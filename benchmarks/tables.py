@@ -18,7 +18,7 @@ OURS = "flashattn_lite"
 SHORT = {
     "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention", "sdpa-flash": "torch's flash",
     "sdpa-efficient": "torch's efficient", "sdpa-varlen": "torch's varlen_attn", "sdpa-padded": "padded cuDNN",
-    f"{OURS}-triton": "our portable kernel",
+    f"{OURS}-triton": "our portable kernel", "read": "a read",
 }  # fmt: skip
 
 Row = dict[str, str]
@@ -185,8 +185,8 @@ def bandwidths(rows: Sequence[Row], op: str) -> Iterator[tuple[str, list[Speeds]
 
 def decode(rows: Sequence[Row]) -> list[str]:
     """GB/s of K and V read."""
-    cells = speeds(rows, "gbps", "batch", "len_kv", "len_q")
-    shown = {"read": "read", OURS: "ours", f"{OURS}-paged": "paged", "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4",
+    cells = decode_cells(rows)
+    shown = {"read": "read", OURS: "ours", f"{OURS}-paged": "paged", "sdpa-cudnn": "cuDNN", "fa3": "FA3",
              "sdpa-flash": "FA2 in torch", "flex": "flex"}  # fmt: skip
     lines = header("batch x keys", *shown.values(), "to a read, to the best peer")
     for (batch, keys, tokens), cell in sorted(cells.items(), key=lambda item: tuple(map(int, item[0]))):
@@ -196,6 +196,17 @@ def decode(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def decode_cells(rows: Sequence[Row]) -> Cells:
+    return speeds(rows, "gbps", "batch", "len_kv", "len_q")
+
+
+def decode_each(read: Read) -> list[str]:
+    """Those of the run, then those who were only in an earlier one."""
+    now, then = (decode_cells(read(name)) for name in ("decode", "decode_peers"))
+    those = named(now) - {"read", f"{OURS}-paged"}
+    return each(now, now, "read", those) + each(now, then, "read", named(then) - named(now))[2:]
+
+
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
     "attention_each": attention_each,
@@ -203,6 +214,7 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "packed_each": packed_each,
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
+    "decode_each": decode_each,
 }
 
 

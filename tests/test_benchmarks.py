@@ -183,9 +183,13 @@ def test_the_readme_has_the_results():
     assert fastest == {"sdpa-cudnn", "fa3", "fa4"}
 
 
-def test_the_readme_has_packed_decoding_and_softmax():
+def test_the_readme_has_packed_host_time_decoding_and_softmax():
     text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
     read = tables.results()
+    full = tables.speeds(read("host_time"), "host_us", "op", "causal")["attention_forward", "False"]
+    ours, torchs, fa3, flex = (f"{full[name]:.0f}" for name in ("flashattn_lite", "sdpa", "fa3", "flex"))
+    assert f"takes {ours} µs of the host's time; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
+    assert f"FlexAttention's {flex}." in text
     to_fa3, to_torch = ([cell["flashattn_lite"] / cell[rival] for cell in tables.packed_cells(read("packed")).values()]
                         for rival in ("fa3", "sdpa-varlen"))  # fmt: skip
     assert f"Packed sequences: {between(to_fa3)} of FlashAttention-3, {between(to_torch)} of torch's own kernel" in text

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning import fills
+from flashattn_lite.kernels.tuning import DecodeConfig, fills
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
@@ -81,6 +81,12 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     splits = 8 if tokens == 16 else 32
     assert call.partial.grid[0] == batch * 8 * splits // max(1, chains * call.tile.CHAIN)
     assert call.tile.PAIRS is (chains == 2)
+
+
+def test_who_has_no_second_chain_owns_no_pair():
+    config = DecodeConfig(16, 32, 256, 2, 3, paired=True, pairs=True, programs=4)
+    owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
+    assert owned == [4, 4, 8, 8]
 
 
 def test_fills():

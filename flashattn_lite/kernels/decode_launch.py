@@ -176,7 +176,7 @@ def plan(
 
 def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> int:
     """Splits of one program: a pair of chains, a chain, or a split; the most with which the programs fill the GPU."""
-    choices = (2 * config.chain, config.chain) if config.pairs else (config.chain,)
+    choices = (2 * config.chain, config.chain) if config.pairs and splits > config.chain else (config.chain,)
     return next((n for n in choices if fills(rows * triton.cdiv(splits, n), config.programs, target)), 1)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import types
+import weakref
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 nvidia = pytest.importorskip("triton.backends.nvidia.driver", reason="this Triton has no NVIDIA backend")
+import flashattn_lite as fa  # noqa: E402
+from flashattn_lite import calls  # noqa: E402
 from flashattn_lite.kernels import tensor_maps  # noqa: E402
 
 GRID, STREAM, FIXED = (7, 1, 1), 11, ("function", (4, 1, 0), None, None, None)
@@ -82,8 +85,6 @@ def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
 
 
 def test_maps_keep_no_tensor_alive(run):
-    import weakref
-
     args = arguments()
     launcher = tensor_maps.found(run, GRID, STREAM, FIXED, args)
     launcher(GRID, STREAM, FIXED, args)
@@ -122,3 +123,20 @@ def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
     run.launch = lambda *args: launcher(*(x.base if isinstance(x, Descriptor) else x for x in args))  # no maps
     assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
     assert run.seen == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_the_launcher_of_this_triton_is_found(backend, monkeypatch):
+    """On a GPU with tensor maps; the same bits from maps that were made before, of other tensors at other addresses."""
+    if torch.cuda.get_device_capability() < (9, 0) or (
+        backend == "hopper" and torch.cuda.get_device_capability()[0] > 9
+    ):
+        pytest.skip("no such kernel with tensor maps here")
+    monkeypatch.setattr(calls, "_ready", {})
+    inputs = [[torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3)] for _ in range(3)]
+    first = [fa.attention(*qkv, causal=True, backend=backend) for qkv in inputs]
+    (ready,) = calls._ready.values()
+    assert isinstance(ready.run.start.launcher, tensor_maps.Launcher)
+    for qkv, out in zip(inputs, first, strict=True):
+        assert torch.equal(fa.attention(*qkv, causal=True, backend=backend), out)

@@ -153,11 +153,11 @@ def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
 def watched() -> bool:
     """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
     try:
-        if forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0 or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
             return True
-        if torch._C._len_torch_dispatch_stack() > 0 or any(map(looks_on, function_modes())):
+        if torch._C._len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
             return True
-        return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+        return torch._C._functorch.peek_interpreter_stack() is not None
     except AttributeError:  # a torch that names these otherwise: let everything see the op
         return True
 

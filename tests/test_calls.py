@@ -240,3 +240,13 @@ def test_the_memory_of_calls_is_bounded(monkeypatch):
     for length in range(1, 9):
         fa.attention(*qkv(length))
     assert len(calls._ready) <= 3
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the shapes, which the checks compare
+def test_a_trace_sees_the_op():
+    """torch.jit.trace, of a call that was made before: one node, which serves other values."""
+    x, y = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    fa.attention(x, x, x, causal=True)
+    traced = torch.jit.trace(lambda q: fa.attention(q, q, q, causal=True), x)
+    assert "flashattn_lite::attention" in str(traced.graph)
+    assert torch.equal(traced(y), fa.attention(y, y, y, causal=True))

@@ -139,10 +139,14 @@ def attention_each(read: Read) -> list[str]:
     return each(cells, cells, "sdpa-cudnn", named(cells))
 
 
-def packed_each(read: Read) -> list[str]:
+def each_and_earlier(now: Cells, then: Cells, yardstick: str, *but: str) -> list[str]:
     """Those of the run, then those who were only in an earlier one."""
-    now, then = (packed_cells(read(name)) for name in ("packed", "packed_peers"))
-    return each(now, now, "fa3", named(now)) + each(now, then, "fa3", named(then) - named(now))[2:]
+    earlier = each(now, then, yardstick, named(then) - named(now))
+    return each(now, now, yardstick, named(now) - {*but}) + earlier[2:]
+
+
+def packed_each(read: Read) -> list[str]:
+    return each_and_earlier(packed_cells(read("packed")), packed_cells(read("packed_peers")), "fa3")
 
 
 def packed(rows: Sequence[Row]) -> list[str]:
@@ -201,10 +205,8 @@ def decode_cells(rows: Sequence[Row]) -> Cells:
 
 
 def decode_each(read: Read) -> list[str]:
-    """Those of the run, then those who were only in an earlier one."""
     now, then = (decode_cells(read(name)) for name in ("decode", "decode_peers"))
-    those = named(now) - {"read", f"{OURS}-paged"}
-    return each(now, now, "read", those) + each(now, then, "read", named(then) - named(now))[2:]
+    return each_and_earlier(now, then, "read", "read", f"{OURS}-paged")
 
 
 TABLES: dict[str, Callable[[Read], list[str]]] = {

@@ -186,16 +186,20 @@ def test_the_readme_has_the_results():
 def test_the_readme_has_packed_host_time_decoding_and_softmax():
     text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
     read = tables.results()
+    commit = {name: row["commit"] for name in ("host_time", "packed", "decode") for row in read(name)}
+    assert all(len({row["commit"] for row in read(name)}) == 1 for name in commit)
     full = tables.speeds(read("host_time"), "host_us", "op", "causal")["attention_forward", "False"]
     ours, torchs, fa3, flex = (f"{full[name]:.0f}" for name in ("flashattn_lite", "sdpa", "fa3", "flex"))
     assert f"takes {ours} µs of the host's time; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
-    assert f"FlexAttention's {flex}." in text
+    assert f"FlexAttention's {flex} (commit {commit['host_time']})." in text
     to_fa3, to_torch = ([cell["flashattn_lite"] / cell[rival] for cell in tables.packed_cells(read("packed")).values()]
                         for rival in ("fa3", "sdpa-varlen"))  # fmt: skip
     assert f"Packed sequences: {between(to_fa3)} of FlashAttention-3, {between(to_torch)} of torch's own kernel" in text
+    assert f"of torch's own kernel (commit {commit['packed']})." in text
     decoding = tables.speeds(read("decode"), "gbps", "batch", "len_kv", "len_q")
     one, more = ([tables.to_best(c, "read") for key, c in decoding.items() if (key[0] == "1") == alone]
                  for alone in (True, False))  # fmt: skip
+    assert f"Decoding (commit {commit['decode']}): with one sequence we reach" in text
     assert f"one sequence we reach {between(one)} times the speed of the fastest rival" in text
     assert f"with 8 or 64 sequences {between(more)}." in text
     shapes = {shape: [tables.to_best(cell, "copy") for cell in pair]

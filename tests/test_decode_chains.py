@@ -51,7 +51,7 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
     config_of = decode_launch.config_of
 
     def owned(chains, config):
-        return max(1, min(chains, 2 if config.pairs else 1) * config.chain)
+        return max(1, min(chains, 2 if config.owns_pairs else 1) * config.chain)
 
     def run(chains, flat, columns):
         monkeypatch.setattr(decode_launch, "splits_owned", lambda *x: owned(chains, x[2]))
@@ -80,11 +80,11 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     call = decode_launch.Call(problem, inputs, None, out, lse, H200)
     splits = 8 if tokens == 16 else 32
     assert call.partial.grid[0] == batch * 8 * splits // max(1, chains * call.tile.CHAIN)
-    assert call.tile.PAIRS is (chains == 2)
+    assert call.tile.OWNS_PAIR is (chains == 2)
 
 
 def test_who_has_no_second_chain_owns_no_pair():
-    config = DecodeConfig(16, 32, 256, 2, 3, paired=True, pairs=True, programs=4)
+    config = DecodeConfig(16, 32, 256, 2, 3, paired=True, owns_pairs=True, programs=4)
     owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
     assert owned == [4, 4, 8, 8]
 

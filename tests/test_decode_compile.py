@@ -31,10 +31,17 @@ STACK_LIMIT = {
     "wide, 64 rows": 272,
     "float32": 8,
 }
-PROGRAMS = {"one token": 4, "paged": 4, "wide, 64 rows": 1}  # of partial_kernel on an H200's multiprocessor, if not 2
+PROGRAMS = {
+    "one token": 4,
+    "one token, a pair of chains": 4,
+    "paged": 4,
+    "wide, 64 rows": 1,
+}  # of partial_kernel on an H200's multiprocessor, if not 2
+EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide")  # the others on sm_90 alone
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {}),
+    "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 2048}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
@@ -48,9 +55,9 @@ CASES = {
 
 def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.dtype, options: dict) -> tuple:
     options = dict(options)
-    batch, paged = 2, options.pop("paged", False)
+    batch, paged, keys = 2, options.pop("paged", False), options.pop("keys", 512)
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
-    k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else 512, d, dtype=dtype) for d in (dim, dim_v))
+    k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
     table = torch.zeros(batch, 16, dtype=torch.int32) if paged else None
     sinks = torch.zeros(heads) if options.pop("sinks", False) else None
     left, right = options.pop("window", (None, None))
@@ -61,13 +68,19 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     return decode_launch.plan(problem, inputs, table, out, lse, GPUS[gpu][1])
 
 
+def tile_of(launches: tuple) -> DecodeTile:
+    return next(x for x in launches[0][2] if isinstance(x, DecodeTile))
+
+
 @pytest.mark.parametrize(
     ("gpu", "case"),
-    [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in ("one token", "everything", "wide")],
+    [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in EVERYWHERE],
 )
 def test_decode_compiles(gpu, case):
+    launches = plans(gpu, *CASES[case])
+    assert tile_of(launches).OWNS_PAIR is ("pair" in case)
     for plan, name, programs in zip(
-        plans(gpu, *CASES[case]), ("partial_kernel", "merge_kernel"), (PROGRAMS.get(case, 2), 16), strict=True
+        launches, ("partial_kernel", "merge_kernel"), (PROGRAMS.get(case, 2), 16), strict=True
     ):
         kernel = compiled(gpu, plan)
         assert kernel.metadata.shared <= SHARED[gpu]
@@ -79,7 +92,9 @@ def test_decode_compiles(gpu, case):
             assert usage(kernel).blocks(gpu) >= programs  # by which a launch is taken to fill the GPU
 
 
-@pytest.mark.parametrize("case", ["one token", "paged", "16 tokens", "wide, 64 rows", "everything"])
+@pytest.mark.parametrize(
+    "case", ["one token", "one token, a pair of chains", "paged", "16 tokens", "wide, 64 rows", "everything"]
+)
 def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     """Asynchronous copies straight to shared memory, and never a plain load of K or V in their stead."""
     ptx = compiled("sm_90", plans("sm_90", *CASES[case])[0]).asm["ptx"]
@@ -99,8 +114,9 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
         launches = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
-        pairs = next(x.PAIRS for x in launches[0][2] if isinstance(x, DecodeTile))
-        hashes.setdefault(pairs, set()).add(tuple(compiled("sm_90", plan).hash for plan in launches))
+        hashes.setdefault(tile_of(launches).OWNS_PAIR, set()).add(
+            tuple(compiled("sm_90", plan).hash for plan in launches)
+        )
     assert set(hashes) == ({False, True} if tokens == 1 else {False})
     assert all(len(same) == 1 for same in hashes.values())
 

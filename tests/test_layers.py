@@ -29,7 +29,7 @@ FLOORS = {
     "kernels.interpreter": 1,
     "kernels.operands": 1,
     "kernels.start": 1,
-    "kernels.tensor_maps": 0,
+    "kernels.descriptors": 1,
     "kernels.gluon_names": 1,
     "kernels.device": 1,
     "reference": 2,
@@ -71,9 +71,9 @@ FLOORS = {
 }
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after, and what Triton can take is said by one launcher; the op runs calls, and softmax asks them who watches;
-# what stands in for torch's function is sdpa's; the softmax kernels know where their tiles lie; the Hopper kernel is
-# cut along its roles, decoding into its two kernels and the splits that both know.
+# named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs calls, and
+# softmax asks them who watches; what stands in for torch's function is sdpa's; the softmax kernels know where their
+# tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -106,6 +106,7 @@ NEIGHBOURS = {
     ("kernels.hopper_scores", "kernels.hopper_tasks"),
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
+    ("kernels.start", "kernels.descriptors"),
     ("ops", "calls"),
     ("replace", "sdpa"),
     ("softmax", "calls"),

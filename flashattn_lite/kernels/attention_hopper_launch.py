@@ -12,9 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn_lite.errors import show
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
+from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
-from flashattn_lite.kernels.start import Address, Descriptors, Starter, counters, on
+from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs

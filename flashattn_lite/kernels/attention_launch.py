@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
+from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.operands import (
     lse_strides,
@@ -23,7 +24,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Descriptors, Starter, on
+from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs

@@ -19,7 +19,7 @@ import triton.language as tl
 from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.scores import to_log2, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, update
+from flashattn_lite.kernels.device.state import EMPTY_L, update
 
 
 @triton.jit
@@ -57,21 +57,20 @@ def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
-    """(m_i [M], l_i [M, KEYS], acc [M, Dv]) of no keys."""
-    m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-    l_i = tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32)
-    return m_i, l_i, tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    """`no_keys` with an l_i [M, KEYS] of parts that are still to be added up."""
+    m_i, _, acc = no_keys(T.BLOCK_M, T.BLOCK_DV)
+    return m_i, tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32), acc
 
 
 @triton.jit
-def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo,
-           diag_hi, scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Folds the splits of `each` tiles that first <= i < last are into `chain`, the state of those before.
+def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+           scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`chain`, a state, with the tiles first <= i < last folded into it: splits of `each` tiles, one if not FLAT.
 
-    One split, if not FLAT. FINITE: from a V without its infinities and NaN.
+    OWNS_PAIR: of the two chains that these splits are, added up. FINITE: from a V without its infinities and NaN.
     """
     m_c, l_c, acc_c = chain
-    m_p, l_p, acc_p = no_keys(T.BLOCK_M, T.BLOCK_DV)  # of the first chain of a pair, when it is done
+    m_p, l_p, acc_p = no_keys(T.BLOCK_M, T.BLOCK_DV)  # of the first chain of a pair, once it is done
     # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
     KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
     m_i, l_i, acc = empty_split(KEYS, T)
@@ -104,11 +103,11 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
                 m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
                 splits -= 1
-                if T.PAIRS and splits == 0:
+                if T.OWNS_PAIR and splits == 0:
                     m_p, l_p, acc_p = whole(m_c, l_c, acc_c)
                     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
-    if T.PAIRS:
+    if T.OWNS_PAIR:
         m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
         return fold(m_p, l_p, acc_p, m_c, l_c, acc_c)
     else:
@@ -162,9 +161,9 @@ def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr)
     tl.store(states[1] + at, l_i, mask=offs_r < rows)
     ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
     wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    # To be kept in L2 until the merge has read it, while K and V run through; not where few are written, which are read
-    # long after. Wider tiles have no register left for it.
-    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 and not T.PAIRS else ""
+    # To be kept in L2 until the merge has read it, while K and V run through. Where one is of two chains it was slower
+    # (64 x 8k 487 us for 481), and wider tiles have no register left for it.
+    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 and not T.OWNS_PAIR else ""
     tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
 
 

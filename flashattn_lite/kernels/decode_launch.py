@@ -64,7 +64,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         LANES=config.lanes,
         CHAIN=config.chain,
         PAIRED=config.paired,
-        PAIRS=False,
+        OWNS_PAIR=False,
         COLUMNS=min(config.columns[0], padded(problem.head_dim_v)),
         OWN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
         FLAT=config.flat,
@@ -101,12 +101,12 @@ class Call:
         splits = most_splits(problem, tile)
         own = splits_owned(splits, num_m * heads, config, target)
         if own > tile.CHAIN:
-            tile = replace(tile, PAIRS=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
+            tile = replace(tile, OWNS_PAIR=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
         self.tile = tile
         parts = triton.cdiv(splits, own)
         rows = heads * parts * problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
-        self.sizes = [triton.cdiv(n, 4) * 4 for n in (rows * problem.head_dim_v, rows, rows)]
+        self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (rows * problem.head_dim_v, rows, rows)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
@@ -134,7 +134,7 @@ class Call:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of both launches; the first writes states that the second reads."""
         q, kv_lens = inputs.q, contiguous(inputs.kv_lens)
-        acc, m_i, l_i = q.new_empty(sum(self.sizes), dtype=torch.float32).split(self.sizes)
+        acc, m_i, l_i = q.new_empty(sum(self.state_sizes), dtype=torch.float32).split(self.state_sizes)
         states = (m_i, l_i, acc)
         table = None if table is None else in_rows(table)
         return (
@@ -176,7 +176,7 @@ def plan(
 
 def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> int:
     """Splits of one program: a pair of chains, a chain, or a split; the most with which the programs fill the GPU."""
-    choices = (2 * config.chain, config.chain) if config.pairs and splits > config.chain else (config.chain,)
+    choices = (2 * config.chain, config.chain) if config.owns_pairs and splits > config.chain else (config.chain,)
     return next((n for n in choices if fills(rows * triton.cdiv(splits, n), config.programs, target)), 1)
 
 

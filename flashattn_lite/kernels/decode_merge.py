@@ -32,7 +32,8 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
     """This program's COLUMNS of its row, from states of OWN splits each."""
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     PARTS: tl.constexpr = max(1, T.CHAIN // OWN)  # of a chain
-    CHAINS: tl.constexpr = T.LANES // (OWN * PARTS)  # or pairs of them
+    CHAINS: tl.constexpr = T.LANES // (OWN * PARTS)  # pairs of chains, where a program owned one
+    PAIRED: tl.constexpr = T.PAIRED and OWN <= T.CHAIN  # and the pairs are still to be added up
     rows = T.GROUP if T.ONE else T.GROUP * len_q
     at, block = divided(tl.program_id(0), blocks)
     head, r = divided(at, rows)
@@ -45,7 +46,7 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
         tl.extra.cuda.gdc_wait()
     m_c, l_c, acc_c = no_keys(CHAINS, COLUMNS)
     chain = tl.arange(0, CHAINS)
-    if T.PAIRED and OWN <= T.CHAIN:  # neighbours half of the chains apart: where the first sum takes them
+    if PAIRED:  # neighbours half of the chains apart: where the first sum takes them
         chain = chain % (CHAINS // 2) * 2 + chain // (CHAINS // 2)
     for i in tl.static_range(PARTS):
         part = chain * PARTS + i
@@ -57,7 +58,7 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
         wanted = written[:, None] & exists
         acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
         m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
-    if T.PAIRED and OWN <= T.CHAIN:
+    if PAIRED:
         m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
     # The chains are the scores of one more softmax, whose weights are theirs.
     m_i = tl.max(m_c, 0) + tl.zeros([1], tl.float32)
@@ -86,8 +87,8 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
 def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
                  parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     states = (m_ptr, l_ptr, acc_ptr)
-    OWN: tl.constexpr = 2 * T.CHAIN if T.PAIRS else T.CHAIN
-    if not T.PAIRS and own == 1:
+    OWN: tl.constexpr = 2 * T.CHAIN if T.OWNS_PAIR else T.CHAIN  # if not a single split
+    if not T.OWNS_PAIR and own == 1:
         merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
                       len_q, max_k, diag_lo, diag_hi, 1, T.COLUMNS, F, T)  # fmt: skip
     else:

@@ -36,7 +36,7 @@ class DecodeTile:
     LANES: int  # splits of a sequence, at most
     CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
     PAIRED: bool  # neighbouring chains are added up first, whoever does it
-    PAIRS: bool  # and a program of `partial_kernel` owns two
+    OWNS_PAIR: bool  # and a program of `partial_kernel` owns two
     COLUMNS: int  # of the output, a merging program where each split has a state
     OWN_COLUMNS: int  # the same where a chain has one, or a pair
     FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys
@@ -88,7 +88,8 @@ def no_keys(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def whole(m_i, l_i, acc):
     """The same state at a reference that is a whole number.
 
-    Between such states weights are powers of two, and so exact: a pair may be added up before its weight is known.
+    Between such states weights are powers of two, and so exact (docs/theory.md): a pair may be added up before its
+    weight is known.
     """
     m_w = tl.ceil(m_i)
     _, alpha = shift(m_i, m_w)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from flashattn_lite.kernels import tensor_maps
+from flashattn_lite.kernels import descriptors
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 
@@ -28,18 +27,18 @@ class Starter:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), options
         self.compiled: Any = None
         self.runner: Any = None
-        self.launcher: tensor_maps.Launcher | None = None
+        self.launcher: descriptors.Launcher | None = None
 
     def __call__(self, args: tuple[Any, ...]) -> None:
         compiled, stream = self.compiled, current_stream(torch.cuda.current_device())
         if compiled is None:
             compiled = self.kernel[self.grid](*args, **self.options)
-            self.launcher = tensor_maps.found(compiled.run, self.grid, stream, without_hooks(compiled), args)
+            self.launcher = descriptors.found(compiled.run, self.grid, without_hooks(compiled), stream, args)
             self.runner, self.compiled = compiled[self.grid], compiled
         elif hooked():
             self.runner(*args, stream=stream)
         elif self.launcher is not None:
-            self.launcher(self.grid, stream, without_hooks(compiled), args)
+            self.launcher(stream, args)
         else:
             compiled.run(*self.grid, stream, *without_hooks(compiled), *args)
 
@@ -67,35 +66,6 @@ def hooked() -> bool:
 def current_stream(index: int) -> int:
     """Handle of torch's current stream on that device."""
     return torch._C._cuda_getCurrentRawStream(index)
-
-
-class Descriptors:
-    """The tensor descriptors of one kernel's launches, lent to a launch at a time: to make them anew takes longer.
-
-    What lies here keeps no tensor alive; what is lent to a launch that fails is forgotten.
-    """
-
-    def __init__(self, *descriptors: Any) -> None:
-        """Of any tensors with the shapes and strides that all launches have."""
-        self.spare: list[list[Any]] = []
-        self.take_back(list(descriptors))
-        self.first = self.spare[0]
-
-    def lend(self, *bases: Tensor) -> list[Any]:
-        """Descriptors of these tensors, whatever thread asks."""
-        try:
-            lent = self.spare.pop()
-        except IndexError:
-            lent = list(map(copy.copy, self.first))
-        for descriptor, base in zip(lent, bases, strict=True):
-            descriptor.base = base
-        return lent
-
-    def take_back(self, lent: list[Any]) -> None:
-        """From a launch that has begun."""
-        for descriptor in lent:
-            descriptor.base = None
-        self.spare.append(lent)
 
 
 class Address:

@@ -6,7 +6,6 @@ Those of softmax are in `tuning_softmax.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -35,9 +34,8 @@ class HopperConfig:
     blocks: int = 1  # a multiprocessor
     q_slots: int = 0  # buffers of Q; 0: one a consumer
     apart: bool = False  # K is given back before V of the step before, for rings of few stages
-    carried: str = (
-        ""  # what a consumer takes to its next step of its places in the rings: "", that in V's (v), both (kv)
-    )
+    # What a consumer takes to its next step of its places in the rings: nothing, that in V's (v), both (kv).
+    carried: str = ""
     turns: bool = False  # two consumers issue their products by turns
     q_held: bool = False  # a consumer keeps its Q in registers
     o_width: int = 128  # columns of O that leave at a time, at most
@@ -197,7 +195,7 @@ class DecodeConfig:
     lanes: int = 32  # splits of a sequence, at most
     chain: int = 4  # neighbouring splits that are folded one after the other
     paired: bool = False  # neighbouring chains are added up first, whoever does it
-    pairs: bool = False  # and a program may own two, if flat
+    owns_pairs: bool = False  # and a program may own two, if flat
     programs: int = 2  # of partial_kernel on a multiprocessor at once
     flat: bool = True  # a chain is one loop over its keys, not one over its splits of one over their keys
     # Of the output, a merging program: where each split has a state, a chain, a pair of chains.
@@ -245,9 +243,8 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
         # So that small tests cross borders.
-        one, several = {"lanes": 8, "paired": True, "pairs": True}, {"lanes": 4, "flat": False}
-        more: dict[str, Any] = one if problem.len_q == 1 else several
-        return DecodeConfig(min(rows, 32), 16, 32, 4, 1, chain=2, columns=(16, 32, 16), **more)
+        small = DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, flat=False, columns=(16, 32, 16))
+        return replace(small, lanes=8, paired=True, owns_pairs=True, flat=True) if problem.len_q == 1 else small
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -270,7 +267,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
         if paged:
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
-        return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), pairs=True)
+        return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), owns_pairs=True)
     return DecodeConfig(rows, block_n, split, 4, stages)
 
 

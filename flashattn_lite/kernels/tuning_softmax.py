@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from flashattn_lite.kernels.tuning import SHARED_RESERVED, power_of_two, shared_bytes
 from flashattn_lite.target import Target
@@ -55,6 +56,8 @@ class RingTile:
         """How many units a row of that many columns is."""
         return -(-cols // self.cols)
 
+
+AnyTile = TypeVar("AnyTile", SoftmaxTile, RingTile)
 
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
@@ -138,13 +141,18 @@ def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keep
     short = SHORT[keeps]
     if block <= 1024:
         return replace(short, rows=short.cols // block, cols=block)
-    tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, STATS)
-    if not keeps and itemsize in STATS_LONG and cols > STATS_LONG[itemsize][0]:
-        split = STATS_LONG[itemsize][1]
+    stats = of_length(cols, itemsize, STATS, STATS_LONG)
+    tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, stats)
     if target.interpreting:
         tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
         split = replace(split, cols=INTERPRETED[False])
     return next((tile for most, tile in tiles.items() if block <= most), split)
+
+
+def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[int, AnyTile]]) -> AnyTile:
+    """That tile, or the other that `longer` has for rows of such elements past so many columns."""
+    limit, other = longer.get(itemsize, (cols, tile))
+    return other if cols > limit else tile
 
 
 def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
@@ -155,11 +163,8 @@ def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
     if not target.is_cuda(80):
         return None
     block = power_of_two(cols)
-    tile: RingTile | None = RING_SPLIT[itemsize]
-    if block <= max(WHOLE[itemsize]):
-        tile = RING_WHOLE.get((itemsize, block))
-    elif itemsize in RING_LONG and cols > RING_LONG[itemsize][0]:
-        tile = RING_LONG[itemsize][1]
+    split = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
+    tile = split if block > max(WHOLE[itemsize]) else RING_WHOLE.get((itemsize, block))
     if tile is None:
         return None
     unit, shared = tile.cols * itemsize, shared_bytes(target) + SHARED_RESERVED

@@ -1,8 +1,9 @@
-"""Launches from below the part of Triton's launcher that makes tensor maps: those of addresses seen before serve again.
+"""Tensor descriptors at launch: what of them is kept from one launch to the next, because to make it anew takes longer.
 
-Triton makes a map of each tensor descriptor at each launch, in Python, which takes longer than the launch: the function
-`launch` of its launcher puts maps, sizes and strides in the place of descriptors, and hands all on to `launcher`. So it
-is in Triton 3.6 to 3.9, and `found` looks whether it is. Where it is not, every launch is Triton's own.
+Descriptors are lent to a launch (`Descriptors`). Of each, Triton makes a tensor map at each launch, in Python: the
+function `launch` of its launcher puts maps, sizes and strides in the place of descriptors, and hands all on to
+`launcher`. So it is in Triton 3.6 to 3.9, and `found` looks whether it is: then a map that was made before for that
+address serves again (`Launcher`). Where it is not, every launch is Triton's own.
 """
 
 from __future__ import annotations
@@ -14,39 +15,70 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 MOST = 1024  # maps that a kernel keeps; past that all are forgotten
 
-Maps = list[list[Any]]  # of each descriptor: its map, sizes and strides
+Grid = tuple[int, int, int]
+
+
+class Descriptors:
+    """The tensor descriptors of one kernel's launches, lent to a launch at a time.
+
+    What lies here keeps no tensor alive; what is lent to a launch that fails is forgotten.
+    """
+
+    def __init__(self, *descriptors: Any) -> None:
+        """Of any tensors with the shapes and strides that all launches have."""
+        self.spare: list[list[Any]] = []
+        self.take_back(list(descriptors))
+        self.first = self.spare[0]
+
+    def lend(self, *bases: Tensor) -> list[Any]:
+        """Descriptors of these tensors, whatever thread asks."""
+        try:
+            lent = self.spare.pop()
+        except IndexError:
+            lent = list(map(copy.copy, self.first))
+        for descriptor, base in zip(lent, bases, strict=True):
+            descriptor.base = base
+        return lent
+
+    def take_back(self, lent: list[Any]) -> None:
+        """From a launch that has begun."""
+        for descriptor in lent:
+            descriptor.base = None
+        self.spare.append(lent)
 
 
 class Launcher:
     """Launches one compiled kernel whose arguments first <= i < last are tensor descriptors.
 
     From launch to launch descriptors may differ in their addresses, not in sizes and strides; other arguments in all.
+    `run` is Triton's launcher, `fixed` what it takes between the stream and the kernel's arguments.
     """
 
-    def __init__(self, run: Any, first: int, last: int) -> None:
-        self.run, self.first, self.last = run, first, last
+    def __init__(self, run: Any, grid: Grid, fixed: tuple[Any, ...], first: int, last: int) -> None:
+        self.run, self.grid, self.fixed, self.first, self.last = run, grid, fixed, first, last
         self.launcher = below(run.launch)
-        self.kept: dict[tuple[int, int], list[Any]] = {}  # by descriptor and address
+        self.kept: dict[tuple[int, int], list[Any]] = {}  # by descriptor and address: its map, sizes and strides
         self.nested = False  # the kernel's arguments are handed on as one list
         self.between: tuple[Any, ...] = ()  # what is handed on between the stream and the kernel's arguments
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-        """`fixed`: what Triton's launcher takes between the stream and the kernel's arguments."""
+    def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
         try:
             maps = [self.kept[i, args[i].base.data_ptr()] for i in range(self.first, self.last)]
         except KeyError:
-            maps = self.learn(grid, stream, fixed, args)
+            maps = self.learn(stream, args)
         flat = [*args[: self.first], *itertools.chain.from_iterable(maps), *args[self.last :]]
         if self.nested:
-            self.launcher(*grid, stream, *self.between, flat)
+            self.launcher(*self.grid, stream, *self.between, flat)
         else:
-            self.launcher(*grid, stream, *self.between, *flat)
+            self.launcher(*self.grid, stream, *self.between, *flat)
 
-    def learn(self, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]) -> Maps:
+    def learn(self, stream: int, args: tuple[Any, ...]) -> list[list[Any]]:
         """Has Triton make these descriptors' maps, and keeps them. LookupError if they are handed on otherwise."""
-        handed = handed_on(self.run, *grid, stream, *fixed, *args)
+        handed = handed_on(self.run, *self.grid, stream, *self.fixed, *args)
         ends = [self.first]
         for descriptor in args[self.first : self.last]:
             ends.append(ends[-1] + 1 + 2 * len(descriptor.shape))
@@ -58,7 +90,7 @@ class Launcher:
         maps = [flat[start:end] for start, end in itertools.pairwise(ends)]
         others, given = [*flat[: self.first], *flat[ends[-1] :]], [*args[: self.first], *args[self.last :]]
         untouched = len(others) == len(given) and all(map(operator.is_, others, given))
-        if handed[:4] != (*grid, stream) or not untouched or hasattr(maps[0][0], "data_ptr"):
+        if handed[:4] != (*self.grid, stream) or not untouched or hasattr(maps[0][0], "data_ptr"):
             raise LookupError("Triton's launcher hands on something else")
         if len(self.kept) + len(maps) > MOST:
             self.kept.clear()
@@ -87,16 +119,14 @@ def handed_on(run: Any, *args: Any) -> tuple[Any, ...]:
     return handed[0]
 
 
-def found(
-    run: Any, grid: tuple[int, int, int], stream: int, fixed: tuple[Any, ...], args: tuple[Any, ...]
-) -> Launcher | None:
+def found(run: Any, grid: Grid, fixed: tuple[Any, ...], stream: int, args: tuple[Any, ...]) -> Launcher | None:
     """What launches the kernel of `run` from below; None if it has no descriptors, or Triton's launcher is another."""
     described = [i for i, x in enumerate(args) if hasattr(x, "block_shape")]
     try:
         if not described or described[-1] - described[0] >= len(described) or not plain(run):
             return None
-        launcher = Launcher(run, described[0], described[-1] + 1)
-        launcher.learn(grid, stream, fixed, args)
+        launcher = Launcher(run, grid, fixed, described[0], described[-1] + 1)
+        launcher.learn(stream, args)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
     return launcher

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton")
 nvidia = pytest.importorskip("triton.backends.nvidia.driver", reason="this Triton has no NVIDIA backend")
 import flashattn_lite as fa  # noqa: E402
 from flashattn_lite import calls  # noqa: E402
-from flashattn_lite.kernels import tensor_maps  # noqa: E402
+from flashattn_lite.kernels import descriptors, start  # noqa: E402
 
 GRID, STREAM, FIXED = (7, 1, 1), 11, ("function", (4, 1, 0), None, None, None)
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
@@ -71,11 +71,11 @@ def alike(a, b):
 def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
     """The same arguments in the same places, whatever changed; each address gets one map."""
     first = arguments()
-    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, first)
+    launcher = descriptors.found(run, GRID, FIXED, STREAM, first)
     assert launcher is not None and run.seen == [] and next(run.made) == 2
     other = arguments(6)
     for args, stream in ((first, STREAM), (other, STREAM), (first, 12), (other, 13), (arguments(7), 14)):
-        launcher(GRID, stream, FIXED, args)
+        launcher(stream, args)
         run(*GRID, stream, *FIXED, *args)
         ours, tritons = run.seen
         run.seen.clear()
@@ -86,8 +86,8 @@ def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
 
 def test_maps_keep_no_tensor_alive(run):
     args = arguments()
-    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, args)
-    launcher(GRID, STREAM, FIXED, args)
+    launcher = descriptors.found(run, GRID, FIXED, STREAM, args)
+    launcher(STREAM, args)
     run.seen.clear()
     alive = [weakref.ref(x) for x in (args[0], args[1].base, args[2].base, args[3][1])]
     del args
@@ -95,11 +95,11 @@ def test_maps_keep_no_tensor_alive(run):
 
 
 def test_no_more_than_most_are_kept(run, monkeypatch):
-    monkeypatch.setattr(tensor_maps, "MOST", 5)
+    monkeypatch.setattr(descriptors, "MOST", 5)
     kept = [arguments() for _ in range(4)]
-    launcher = tensor_maps.found(run, GRID, STREAM, FIXED, kept[0])
+    launcher = descriptors.found(run, GRID, FIXED, STREAM, kept[0])
     for args in kept:
-        launcher(GRID, STREAM, FIXED, args)
+        launcher(STREAM, args)
         assert len(launcher.kept) <= 5
     addresses = [[str(x.base.data_ptr()) for x in args[1:3]] for args in kept]
     assert [[x for x in plainly(launch) if str(x).isdigit() and len(str(x)) > 6] for launch in run.seen] == addresses
@@ -107,22 +107,51 @@ def test_no_more_than_most_are_kept(run, monkeypatch):
 
 def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
     args = arguments()
-    assert tensor_maps.found(run, GRID, STREAM, FIXED, args[:1] + args[3:]) is None  # no descriptors
+    assert descriptors.found(run, GRID, FIXED, STREAM, args[:1] + args[3:]) is None  # no descriptors
     for name, value in (("global_scratch_size", 8), ("profile_scratch_size", 8), ("gsan_enabled", True)):
         before = getattr(run, name)
         setattr(run, name, value)
-        assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None, name
+        assert descriptors.found(run, GRID, FIXED, STREAM, args) is None, name
         setattr(run, name, before)
     launch = run.launch
     for other in (print, lambda *args: None, lambda *args: launch(*args)):
         run.launch = other
-        assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+        assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
     launcher = lambda *args: None
     run.launch = lambda *args: launcher(*args[:-1])  # hands on less
-    assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+    assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
     run.launch = lambda *args: launcher(*(x.base if isinstance(x, Descriptor) else x for x in args))  # no maps
-    assert tensor_maps.found(run, GRID, STREAM, FIXED, args) is None
+    assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
     assert run.seen == []
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_a_starter_goes_below_where_it_can(run, below, monkeypatch):
+    """From the second launch on, which compiles nothing; the first is Triton's own (here it launches nothing)."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(start, "current_stream", lambda index: STREAM)
+    if not below:
+        launch = run.launch
+        run.launch = lambda *args: launch(*args)
+
+    class Compiled:
+        function, packed_metadata = FIXED[:2]
+
+        def __getitem__(self, grid):
+            return None
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: Compiled()
+
+    monkeypatch.setattr(Compiled, "run", run, raising=False)
+    starter, args = start.Starter(Kernel(), GRID[0], {}), arguments()
+    for _ in range(3):
+        starter(args)
+    run(*GRID, STREAM, *FIXED, *args)
+    assert (starter.launcher is not None) == below and len(run.seen) == 3
+    assert all(alike(plainly(ours), plainly(run.seen[-1])) for ours in run.seen)
+    assert next(run.made) == (4 if below else 6)  # once, and for the comparison; or each time
 
 
 @pytest.mark.gpu
@@ -137,6 +166,6 @@ def test_the_launcher_of_this_triton_is_found(backend, monkeypatch):
     inputs = [[torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3)] for _ in range(3)]
     first = [fa.attention(*qkv, causal=True, backend=backend) for qkv in inputs]
     (ready,) = calls._ready.values()
-    assert isinstance(ready.run.start.launcher, tensor_maps.Launcher)
+    assert isinstance(ready.run.start.launcher, descriptors.Launcher)
     for qkv, out in zip(inputs, first, strict=True):
         assert torch.equal(fa.attention(*qkv, causal=True, backend=backend), out)

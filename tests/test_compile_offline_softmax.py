@@ -24,7 +24,10 @@ CASES = {
     "rows of 32768": ((64, 32768), 1),
     "split rows": ((16, 2**20), 1),
     "split rows, not full": ((16, 2**17 + 8), 1),
-    "split rows, unaligned": ((16, 2**20 - 1), 1),
+    "rows between addresses": ((16, 50_257), 1),
+    "more rows between addresses": ((16, 50_258), 1),
+    "short rows between addresses": ((16, 4097), 1),
+    "long rows between addresses": ((16, 2**20 - 1), 1),
     "two launches": ((8, 2**22), 1),
     "across, whole": ((500, 256), 0),
     "across, two launches": ((5000, 256), 0),
@@ -41,16 +44,18 @@ def kernels(gpu, case, op, dtype):
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu != "sm_90"])
-@pytest.mark.parametrize("case", ["short rows", "rows of 32768", "split rows", "split rows, unaligned", "two launches"])
 @pytest.mark.parametrize("op", ["softmax", "stats"])
+@pytest.mark.parametrize(
+    "case", ["short rows", "rows of 32768", "split rows", "rows between addresses", "two launches"]
+)
 def test_softmax_compiles(gpu, case, op):
     names = [kernel.metadata.name for kernel in kernels(gpu, case, op, torch.bfloat16)]
     cuda, two = gpu != "gfx942", ["stats_kernel", "normalise_kernel"]
     expected = {
         "short rows": ["softmax_kernel"],
         "rows of 32768": ["ring_kernel" if cuda else "softmax_kernel"],
-        "split rows": ["ring_kernel"] if cuda else two,  # programs wait for each other on CUDA alone
-        "split rows, unaligned": ["together_kernel"] if cuda else two,
+        "split rows": ["ring_kernel"] if cuda else two,
+        "rows between addresses": ["sweep_kernel"],
         "two launches": two,
     }
     assert names == (expected[case] if op == "softmax" else ["stats_kernel"])
@@ -69,17 +74,30 @@ def test_a_ring_is_filled_by_copies_of_16_bytes(gpu, case, dtype):
     assert copies and all(", 0x10" in copy for copy in copies)
     assert set(re.findall(r"st\.global\S*", kernel.asm["ptx"])) == {"st.global.v4.b32"}
     # The programs that stay are all there at once: of whole rows more would do no harm.
-    tile = ring_tile(CASES[case][0][1], dtype.itemsize, GPUS[gpu][1])
+    tile = ring_tile(CASES[case][0][1], dtype.itemsize, 16 // dtype.itemsize, GPUS[gpu][1])
     assert usage(kernel).blocks(gpu) >= tile.programs
 
 
+@pytest.mark.parametrize(("dtype", "bytes_"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float32, 8)])
+def test_a_ring_of_rows_between_addresses_is_filled_by_shorter_copies(dtype, bytes_):
+    x = torch.empty(16, 50_256 + bytes_ // dtype.itemsize, dtype=dtype, device="meta")
+    (launch,) = softmax_launch.plan(x, (torch.empty_like(x),), 1, GPUS["sm_90"][1])
+    ptx = compiled("sm_90", launch).asm["ptx"]
+    copies = re.findall(r"cp\.async\.c[ag]\.\S+ .*", ptx)
+    assert copies and all(f", {bytes_:#x}" in copy for copy in copies)
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v2.b32" if bytes_ == 8 else "st.global.b32"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "split rows, unaligned"])  # those do
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("op", ["softmax", "stats"])
 def test_nothing_spills_on_hopper(case, op, dtype):
     # Triton 3.9 puts that many bytes of a thread of stats_kernel there, outside the loops over tiles; 3.6 puts 8 of
-    # ring_kernel there, of float32 rows that are not full.
+    # ring_kernel there, of float32 rows that are not full. Of sweep_kernel held to 64 registers 3.9 puts 104 there, 3.6
+    # none.
     limit = 0 if case in ("short rows", "whole rows", "rows of 32768") or "across" in case else 16
+    if (case, op, dtype) == ("rows between addresses", "softmax", torch.bfloat16):
+        limit = 104
     assert max(usage(kernel).stack for kernel in kernels("sm_90", case, op, dtype)) <= limit
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,53 +40,61 @@ on_a_gpu = pytest.mark.skipif(targets.interpreting(), reason="ring_kernel is Glu
 
 
 @on_a_gpu
-@pytest.mark.parametrize("cols", [16392, 32768, 32776, 2**17 + 8, 2**20])
+@pytest.mark.parametrize("cols", [16392, 32768, 32776, 2**17 + 8, 2**20, 16386, 30522, 30524, 50258, 2**19 + 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
     (one,), (many,) = planned(empty(1, cols, dtype=dtype)), planned(empty(1000, cols, dtype=dtype))
     assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
-    whole = cols <= 32768
+    align = math.gcd(cols, 16 // dtype.itemsize)
+    between = align * dtype.itemsize < 16
+    whole = cols <= 32768 and not between
     assert names(one) == ["softmax_kernel" if whole and dtype == torch.float32 else "ring_kernel"]
     if one.kernel is kernels.ring_kernel:
+        assert one.kwargs["ALIGN"] == align
         units, length, splits = one.args[5:8]
         step = one.kwargs["COLS"]
         assert (splits == 1) == whole and (splits - 1) * step < cols == length * one.kwargs["ALIGN"] <= splits * step
         assert one.grid == (units,) == (splits,)
-        tile = ring_tile(cols, dtype.itemsize, HOPPER)
+        tile = ring_tile(cols, dtype.itemsize, align, HOPPER)
         assert many.grid == (1000 if whole else tile.programs * kernels.OFFLINE,)  # all of them on the GPU at once
 
 
 @on_a_gpu
 def test_a_ring_gives_up_a_slot_before_a_program() -> None:
-    on = {arch: ring_tile(2**17, 4, Target("cuda", arch, f"sm_{arch}")) for arch in (80, 86, 90)}
+    on = {arch: ring_tile(2**17, 4, 4, Target("cuda", arch, f"sm_{arch}")) for arch in (80, 86, 90)}
     assert [(tile.slots, tile.programs) for tile in on.values()] == [(5, 2), (6, 1), (6, 2)]
 
 
 @on_a_gpu
 def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     long, whole = empty(16, 2**20), empty(64, 32768)
-    assert names(*planned(long), *planned(whole)) == ["ring_kernel"] * 2
-    unaligned = [empty(16, 2**20 + 3), empty(16, 2**20 + 8)[:, 3:], empty(16, 2**17, 2)[:, :, 0]]
-    assert names(*(launch for x in unaligned for launch in planned(x))) == ["together_kernel"] * 3
-    assert names(*planned(empty(2**20, 16), 0)) == ["stats_kernel", "normalise_kernel"]
-    assert names(*planned(empty(16, 2**21))) == ["stats_kernel", "normalise_kernel"]  # more than waits for each other
-    assert names(*planned(long, at_once=0)) == ["stats_kernel", "normalise_kernel"]
-    old = Target("cuda", 75, "sm_75")
-    assert names(*planned(long, target=old), *planned(whole, target=old)) == ["together_kernel", "softmax_kernel"]
-    assert names(*planned(long, target=Target("hip", "gfx942", "gfx942"))) == ["stats_kernel", "normalise_kernel"]
+    assert names(*planned(long), *planned(whole), *planned(empty(16, 2**21))) == ["ring_kernel"] * 3
+    between = [empty(16, 2**17 + 2), empty(16, 2**20 + 1, dtype=torch.float32), empty(16, 40008)[:, 2:40000]]
+    assert names(*(launch for x in between for launch in planned(x))) == ["ring_kernel"] * 3
+    # What cp.async can't copy: single elements of two bytes, and elements that lie apart.
+    alone = [empty(16, 2**17 + 3), empty(16, 2**17 + 8)[:, 3:], empty(16, 2**17, 2)[:, :, 0]]
+    assert names(*(launch for x in alone for launch in planned(x))) == ["sweep_kernel"] * 3
+    two, one = ["stats_kernel", "normalise_kernel"], ["sweep_kernel"]
+    assert names(*planned(empty(16, 2**20 + 3))) == two
+    assert names(*planned(empty(2**20, 16), 0)) == two
+    assert names(*planned(empty(16, 2**22))) == two  # more units of a row than have a place at once
+    old, amd = Target("cuda", 75, "sm_75"), Target("hip", "gfx942", "gfx942")
+    assert names(*planned(long, target=old), *planned(whole, target=old)) == [*two, "softmax_kernel"]
+    assert names(*planned(long, target=amd), *planned(empty(16, 2**17), target=amd)) == two + one
     assert names(*planned(long, target=Target("cuda", 86, "sm_86"))) == ["ring_kernel"]  # 99 KiB: one program an SM
     # float32: 256 units of a row, but 132 programs
-    assert names(*planned(long.float(), target=Target("cuda", 86, "sm_86"))) == ["together_kernel"]
+    assert names(*planned(long.float(), target=Target("cuda", 86, "sm_86"))) == two
     monkeypatch.setattr(tuning, "SHARED_BYTES", {90: 64 << 10})
-    assert names(*planned(long), *planned(whole)) == ["together_kernel", "softmax_kernel"]
+    assert names(*planned(long), *planned(whole)) == [*two, "softmax_kernel"]
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ring_kernel", None)  # as where Gluon lacks something
-    assert names(*planned(long), *planned(whole)) == ["together_kernel", "softmax_kernel"]
+    assert names(*planned(long), *planned(empty(16, 2**17)), *planned(whole)) == [*two, *one, "softmax_kernel"]
 
 
 def test_a_tensor_that_starts_between_words_is_not_aligned() -> None:
     memory = torch.zeros(8 * 4096 + 8, dtype=torch.float16)
-    assert [planned(memory[at:][: 8 * 4096].view(8, 4096))[0].kwargs["ALIGN"] for at in (0, 1, 8)] == [8, 1, 8]
+    views = [memory[at:][: 8 * 4096].view(8, 4096) for at in (0, 1, 2, 4, 8)]
+    assert [planned(x)[0].kwargs["ALIGN"] for x in views] == [8, 1, 2, 4, 8]
 
 
 @on_a_gpu

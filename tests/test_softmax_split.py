@@ -1,9 +1,9 @@
-"""Rows that several programs share: any split is the whole, whoever waits or does not, to the bit where it must be."""
+"""Rows of several tiles: any split is the whole, however many programs stay, to the bit where it must be."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch as kernels
-from flashattn_lite.kernels.tuning_softmax import MOST_PARTS, SoftmaxTile, softmax_tile
+from flashattn_lite.kernels.tuning_softmax import MOST_PARTS, SWEEP, SoftmaxTile
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
 from tests.test_softmax_kernel import kernel_device  # noqa: F401
 
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float32).eps
-TOGETHER, APART = 10**6, 0  # splits of a row that may wait for each other
 # 205 columns in 1, 2, 4 and 13 splits
 TILES = [SoftmaxTile(1, 256, 4), SoftmaxTile(2, 128, 4), SoftmaxTile(4, 64, 4), SoftmaxTile(8, 16, 4)]
+SWEEPS = [SoftmaxTile(1, cols, 4, sweeps=True) for cols in (128, 64, 16)]
 
 
 def hostile(device: torch.device, cols: int = 205) -> Tensor:
@@ -35,18 +35,17 @@ def hostile(device: torch.device, cols: int = 205) -> Tensor:
     return x.to(device)
 
 
-def run(launches: list[kernels.Launch], **changed: int) -> None:
+def run(launches: list[kernels.Launch]) -> None:
     with kernels.numpy_errors_off():
         for kernel, grid, args, kwargs in launches:
-            known = {name: value for name, value in changed.items() if name in kwargs}
-            kernel[grid](*args, **(kwargs | known))
+            kernel[grid](*args, **kwargs)
 
 
-def softmax(x: Tensor, tile: SoftmaxTile, at_once: int, dim: int = 1, **changed: int) -> Tensor:
+def softmax(x: Tensor, tile: SoftmaxTile, dim: int = 1) -> Tensor:
     y = torch.empty_like(x)
-    launches = kernels.plan(x, (y,), dim, tile=tile, at_once=at_once)
+    launches = kernels.plan(x, (y,), dim, tile=tile)
     assert launches is not None
-    run(launches, **changed)
+    run(launches)
     return y
 
 
@@ -65,15 +64,22 @@ def layouts(device: torch.device) -> list[tuple[Tensor, int]]:
     return [(x, 1), (beside, 1), (aligned, 1), (x.T.contiguous(), 0)]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("at_once", [TOGETHER, APART])
-def test_any_split_is_the_whole(kernel_device: torch.device, tile: SoftmaxTile, at_once: int) -> None:  # noqa: F811
+@pytest.mark.parametrize("tile", TILES + SWEEPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_split_is_the_whole(
+    kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
+) -> None:  # fmt: skip
     for x, dim in layouts(kernel_device):
-        y, wide = softmax(x, tile, at_once, dim), x.double()
+        if tile.sweeps and dim == 0:  # rows side by side are not swept
+            continue
+        x = x.to(dtype)
+        y, wide = softmax(x, tile, dim), x.double()
         seen = wide.amax(dim, keepdim=True) != -INF
         expected = torch.where(seen, torch.softmax(wide, dim), 0.0)
         # |ln p| eps from the exponent, which the split rounds in two parts, and a few eps of p
         budget = 8 * EPS * (expected + torch.special.entr(expected)) + 4 * EPS * expected * 10
+        if dtype.itemsize == 2:
+            budget += torch.finfo(dtype).eps * (expected + torch.finfo(dtype).smallest_normal)
         assert torch.equal(y.isnan(), expected.isnan())
         assert ((y.double() - expected).abs() <= budget).logical_or(expected.isnan()).all()
 
@@ -86,18 +92,6 @@ def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile)
         l_whole = torch.exp(x.double() - m_whole.double().where(m_whole != -INF, 0.0)).sum(dim, keepdim=True)
         torch.testing.assert_close(m, m_whole, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(l_i.double(), l_whole, rtol=8 * EPS, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("tile", TILES[2:], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_waiting_and_giving_up_give_the_same_bits(
-    kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
-) -> None:  # fmt: skip
-    for x, dim in layouts(kernel_device):
-        x = x.to(dtype)
-        waited = softmax(x, tile, TOGETHER, dim)
-        gave_up = softmax(x, tile, TOGETHER, dim, PATIENCE=0)
-        torch.testing.assert_close(gave_up, waited, rtol=0, atol=0, equal_nan=True)
 
 
 def staying(x: Tensor, tile: SoftmaxTile, programs: int, monkeypatch: pytest.MonkeyPatch) -> SoftmaxTile:
@@ -113,41 +107,38 @@ def test_programs_that_stay_give_the_same_bits(
     """Units taken one after the other, the next one's elements on their way, or by a program each."""
     for x, dim in layouts(kernel_device)[2:]:
         ahead = staying(x, tile, programs, monkeypatch)
-        one, other = (softmax(x, t, TOGETHER, dim) for t in (tile, ahead))
+        one, other = (softmax(x, t, dim) for t in (tile, ahead))
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
         one, other = (stats(x, replace(t, cols=t.cols // 2, steps=2), dim) for t in (tile, ahead))
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
 
 
-def test_programs_that_stay_share_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a row's last programs would begin it while its first ones still have another to finish."""
+def test_programs_that_stay_are_no_more_than_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "processors", lambda x, target: 132)
-    x = torch.empty(64, 11 * 16, device="meta")
-    (launch,) = kernels.plan(x, (torch.empty_like(x),), 1, tile=SoftmaxTile(1, 16, 4, programs=1), at_once=TOGETHER)
-    assert launch.grid == (132,)
-    (launch,) = kernels.plan(x, (torch.empty_like(x),), 1, tile=SoftmaxTile(1, 32, 4, programs=1), at_once=TOGETHER)
-    assert launch.grid == (132 // 6 * 6,)
-    (launch,) = kernels.plan(x[:2], (torch.empty_like(x[:2]),), 1, tile=SoftmaxTile(1, 16, 4, programs=1), at_once=99)
-    assert launch.grid == (22,)
+    tile, grids = SoftmaxTile(1, 256, 4, programs=2), []
+    for rows in (1000, 264, 7):
+        x = torch.empty(rows, 205, device="meta")
+        (launch,) = kernels.plan(x, (torch.empty_like(x),), 1, tile=tile)
+        grids.append(launch.grid)
+    assert grids == [(264,), (264,), (7,)]
 
 
 def test_several_tiles_a_program_are_the_whole(kernel_device: torch.device) -> None:  # noqa: F811
     x = torch.randn(3, 205, device=kernel_device)
-    y = softmax(x, SoftmaxTile(1, 16, 4, steps=3), APART)
-    torch.testing.assert_close(y, softmax(x, TILES[0], APART), rtol=16 * EPS, atol=0)
+    y = softmax(x, SoftmaxTile(1, 16, 4, steps=3))
+    torch.testing.assert_close(y, softmax(x, TILES[0]), rtol=16 * EPS, atol=0)
 
 
 def test_counts_are_zero_again(kernel_device: torch.device) -> None:  # noqa: F811
     """What the next launch must find; so that a second launch with the same counts is right too."""
     x, y = torch.randn(6, 205, device=kernel_device), torch.empty(6, 205, device=kernel_device)
     m, l_i = torch.empty(2, 6, 1, device=kernel_device)
-    for results, at, programs in (((y,), 4, 0), ((y,), 4, 1), ((m, l_i), 5, 0)):
-        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4, programs=programs), at_once=TOGETHER)
-        (launch,) = launches
+    for results, programs in (((y,), 0), ((y,), 1), ((m, l_i), 0)):
+        launches = kernels.plan(x, results, 1, tile=SoftmaxTile(2, 64, 4, programs=programs))
         for _ in range(3):
             results[0].fill_(NAN)
             run(launches)
-            assert (launch.args[at][:3] == 0).all()  # of the 3 tiles of rows
+            assert (launches[0].args[5][:3] == 0).all()  # of the 3 tiles of rows
             assert not results[0].isnan().any()
 
 
@@ -162,18 +153,39 @@ def test_splits_are_whole_rows_and_no_more_parts_than_fit() -> None:
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_a_tile_hangs_on_the_row_alone(across: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_tile_hangs_on_the_row_alone(across: bool, dtype: torch.dtype) -> None:
     """The same plan of columns for one row and for a thousand: their number is no argument of the tile."""
     target = Target("cuda", 90, "sm_90")
-    for cols in (1000, 40000, 2**20):
+    for cols in (1000, 40000, 2**20, 1001, 2049, 30522, 50257, 2**20 + 1):
         plans = []
         for rows in (32, 1000):
-            x = torch.empty((cols, rows) if across else (rows, cols), dtype=torch.float16, device="meta")
+            x = torch.empty((cols, rows) if across else (rows, cols), dtype=dtype, device="meta")
             launches = kernels.plan(x, (torch.empty_like(x),), 0 if across else 1, target)
             plans.append([(launch.kernel, launch.kwargs) for launch in launches])
         assert plans[0] == plans[1]
-        keeps = plans[0][0][0].__name__ != "stats_kernel"
-        assert softmax_tile(cols, 2, target, across=across, keeps=keeps).cols == plans[0][0][1]["COLS"]
+
+
+def swept(cols: int, dtype: torch.dtype) -> kernels.Launch | None:
+    """The launch that sweeps rows of so many columns on Hopper, if they are swept."""
+    x = torch.empty(3, cols, dtype=dtype, device="meta")
+    launches = kernels.plan(x, (torch.empty_like(x),), 1, Target("cuda", 90, "sm_90"))
+    assert launches is not None
+    return launches[0] if launches[0].kernel is kernels.sweep_kernel else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_between_addresses_are_swept_in_more_than_one_tile(dtype: torch.dtype) -> None:
+    """sweep_kernel reads its first tile without a mask."""
+    lengths = [2049, 4097, 8193, 16383, *([32767, 2**18 - 1] if dtype.itemsize == 2 else [])]
+    for cols in lengths:
+        launch = swept(cols, dtype)
+        assert launch is not None and launch.kwargs["COLS"] < cols and launch.grid == (3,)
+    for cols in (2047, 4096, 32768, 2**18 + 1):
+        assert swept(cols, dtype) is None
+    for tile in (tile for tiles in SWEEP.values() for tile in tiles.items()):
+        most, (_, cols, *_) = tile[0], astuple(tile[1])
+        assert cols <= most // 2
 
 
 @pytest.mark.slow

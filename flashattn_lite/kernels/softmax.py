@@ -1,23 +1,23 @@
 """The standalone online softmax in Triton: softmax of rows, or their (m, l), by one program or several for each row.
 
-A unit of work is a tile of ROWS neighbouring rows and, where rows are long, one of their `splits`. Of the programs that
-the GPU holds at once each takes every `programs`-th unit: with AHEAD, a unit's elements are on their way while its
-program still works on the one before, in the input's own format, which for two-byte elements is half the registers.
-Those are bound by instructions, of which each element costs 8 in softmax_kernel, 11 in together_kernel and 6 in
-stats_kernel: so a full tile has no mask, a pair stays one word until it is computed with, and x - top is an fma.
+A unit of work is a tile of ROWS neighbouring rows or, where a row is several tiles, as many of them as one of its
+`splits` has. With AHEAD each of the programs that the GPU holds at once takes every `programs`-th unit, and a unit's
+elements are on their way while its program still works on the one before, in the input's own format, which for
+two-byte elements is half the registers. Those are bound by instructions, of which each element costs 8 in
+softmax_kernel and 6 in stats_kernel: so a full tile has no mask, a pair stays one word until it is computed with, and
+x - top is an fma.
 
 `top` is the row maximum in natural units, and scores enter the state measured from it: x * log2(e) would overflow
 float32 from 2.4e38 on and round away what sets large scores apart, x - top does neither. Invariant: (top, l_i) is the
 maximum of the columns taken so far and their sum of exp(x - top), both float32. A split's (top, l_i) is its part; the
-parts of a row are merged in one order, pairwise, by whoever needs them, so that a row has the same bits whichever
-program takes which unit, waits or gives up.
+parts of a row are merged in one order, pairwise, so that a row has the same bits whichever program comes last.
 
 | kernel | programs of a row | bytes moved |
 | --- | --- | --- |
 | softmax_kernel | one | one read, one write: the row stays in registers |
-| together_kernel | its splits, all on the GPU at once | one read, one write: they wait for each other's parts |
-| ring_kernel (softmax_ring.py) | the same; or one, rows of 32768 | the same, of aligned rows in shared memory |
-| stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer |
+| sweep_kernel | one, tile after tile, twice | the same, if L2 holds the rows at work: rows between 16-byte addresses |
+| ring_kernel (softmax_ring.py) | its splits, all on the GPU at once | the same, of long rows, in shared memory |
+| stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer still |
 
 stats_kernel alone is `softmax_stats`: always one read; of a row's splits the one that comes last merges the parts.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
@@ -28,15 +28,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, reference, update_fixed
 from flashattn_lite.kernels.softmax_tiles import (
     addresses,
     columns,
+    fetch,
+    in_words,
     inside,
     lanes,
     load,
+    load_tile,
     locate,
+    part,
+    place,
     tops,
     unit_of,
     widen,
@@ -61,15 +65,6 @@ def weighed(x, top, DTYPE: tl.constexpr):
         l_i, p = update_fixed(zero, zero, x - origin[:, None], LOG2E)
         fix = zero + 1.0
     return l_i, p, fix
-
-
-@triton.jit
-def state_of(x, DTYPE: tl.constexpr, BOTH: tl.constexpr):
-    """(top, l_i) [M] of a tile x as it was loaded, and (p [M, N], fix [M]) with p * fix = exp(x - top)."""
-    wide = widen(x, DTYPE)
-    top = tops(x, wide, DTYPE, BOTH)
-    l_i, p, fix = weighed(wide, top, DTYPE)
-    return top, l_i * fix, p, fix
 
 
 @triton.jit
@@ -119,13 +114,6 @@ def arrive(count_ptr, splits, split):
     return tl.atomic_add(count_ptr, mine, sem="acq_rel") + mine
 
 
-@triton.jit
-def share_of(m_part, top, l_i):
-    """What p = exp(x - m_part) of a part is multiplied by to be softmax, for the whole row's (top, l_i); all [M]."""
-    inv_l, _ = finish(top, l_i)
-    return tl.exp2((m_part - reference(top)) * LOG2E) * inv_l
-
-
 # Nothing is specialized on a size or a stride, so nothing recompiles because a row grew. Vectorized access rests on
 # ALIGN instead: strides, and the number of columns, come divided by it.
 @triton.jit(do_not_specialize=range(2, 14))
@@ -162,68 +150,6 @@ def softmax_kernel(
         tl.store(addresses(y_ptr, y_strides, at, offs_n, ALIGN, Y_UNIT, ACROSS), y, mask=there)
 
 
-@triton.jit(do_not_specialize=range(5, 18))
-def together_kernel(
-    x_ptr, y_ptr, m_parts_ptr, l_parts_ptr, counts_ptr,
-    units: tl.int32, cols: tl.int64, splits: tl.int32, size_1: tl.int32, size_r: tl.int64,
-    stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
-    stride_y0: tl.int64, stride_y1: tl.int64, stride_yr: tl.int64, stride_yn: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PATIENCE: tl.constexpr, AHEAD: tl.constexpr,
-    ALIGN: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr,
-    BOTH: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
-):  # fmt: skip
-    """y = softmax(x) along the columns, for rows of several tiles, each of which stays in its program's registers.
-
-    A program waits for the parts of the others of its row. Those come from programs next to it in the grid, so they are
-    on the GPU already or next; but nothing promises that (another kernel may hold the GPU), and so nobody waits for
-    ever: after PATIENCE looks a program computes all parts of its row itself, to the same bits, and goes on.
-    """
-    x_strides, y_strides = (stride_x0, stride_x1, stride_xr, stride_xn), (stride_y0, stride_y1, stride_yr, stride_yn)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    WORDS: tl.constexpr = COLS // WIDTH
-    words, cols = cols * (ALIGN // WIDTH), cols * ALIGN
-    first, programs = tl.program_id(0), tl.num_programs(0)
-    tile, split = divided(first, splits)
-    at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split, WORDS)
-    x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
-    for unit in range(first, units if AHEAD else first + 1, programs if AHEAD else 1):
-        m_part, l_part, p, fix = state_of(x, DTYPE, BOTH)
-        store_part(m_parts_ptr, l_parts_ptr, unit, m_part, l_part, ROWS)
-        missing = arrive(counts_ptr + tile, splits, split)
-        if AHEAD:
-            # Only now: arriving waits for what a thread still has on its way. From here on the next unit's elements
-            # cover the wait for the others and the stores.
-            next_tile, next_split = divided(unit + programs, splits)
-            at, offs_w = locate(next_tile, size_1, size_r, ROWS, FLAT), columns(next_split, WORDS)
-            rows = tl.where(unit + programs < units, size_r, 0)
-            x = load(x_ptr, x_strides, at, offs_w, rows, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
-        looks = 0
-        while (missing != 0) & (looks < PATIENCE):
-            missing = tl.atomic_add(counts_ptr + tile, 0, sem="acquire")
-            looks += 1
-        if missing != 0:
-            at = locate(tile, size_1, size_r, ROWS, FLAT)
-            for other in range(splits):
-                offs_w = columns(other, WORDS)
-                x_o = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
-                m_o, l_o, _, _ = state_of(x_o, DTYPE, False)
-                # Over what the other may be storing now: the same bits.
-                store_part(m_parts_ptr, l_parts_ptr, tile * splits + other, m_o, l_o, ROWS)
-            tl.debug_barrier()
-            # Loaded anew rather than held in registers all the while, and without BOTH, which spilled 14 of them: the
-            # rare way must not slow the usual one.
-            offs_w = columns(split, WORDS)
-            x_o = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, False, WIDTH, EVEN)
-            m_part, l_part, p, fix = state_of(x_o, DTYPE, False)
-        top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
-        y = (p * (fix * share_of(m_part, top, l_i))[:, None]).to(y_ptr.dtype.element_ty)
-        at, offs_n = locate(tile, size_1, size_r, ROWS, FLAT), columns(split, COLS)
-        there = inside(at, offs_n, size_r, cols, EVEN)
-        tl.store(addresses(y_ptr, y_strides, at, offs_n, ALIGN, Y_UNIT, False), y, mask=there)
-        if AHEAD:
-            tile, split = next_tile, next_split
-
-
 @triton.jit
 def take(top, l_i, x, DTYPE: tl.constexpr, BOTH: tl.constexpr):
     """Takes a tile x, as it was loaded, into (top, l_i) [M]."""
@@ -231,6 +157,57 @@ def take(top, l_i, x, DTYPE: tl.constexpr, BOTH: tl.constexpr):
     top_new = tl.maximum(top, tops(x, wide, DTYPE, BOTH))
     l_new, _, fix = weighed(wide, top_new, DTYPE)
     return top_new, l_i * tl.exp2((top - reference(top_new)) * LOG2E) + l_new * fix
+
+
+@triton.jit(do_not_specialize=range(2, 13))
+def sweep_kernel(
+    x_ptr, y_ptr, cols: tl.int64, size_1: tl.int32, size_r: tl.int64,
+    stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
+    stride_y0: tl.int64, stride_y1: tl.int64, stride_yr: tl.int64, stride_yn: tl.int64,
+    COLS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr,
+    BOTH: tl.constexpr, X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr,
+):  # fmt: skip
+    """y = softmax(x) along the columns, for rows of more than COLS columns, each of which one program goes over twice.
+
+    Forwards for (top, l_i), which each of LANES has for its own columns until the end; then backwards for y, so that
+    the L2 cache still has what was read last. The next tile is always on its way. An access of two or four bytes costs
+    as many instructions as one of 16, and so would its mask: the last tile alone has one.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    WORDS: tl.constexpr = COLS // WIDTH
+    STEP: tl.constexpr = ALIGN // WIDTH
+    i_0, i_1, i_r = place(tl.program_id(0), size_1, size_r, 1, FLAT)
+    x_ptr = in_words(x_ptr, WIDTH) + (i_0 * stride_x0 + i_1 * stride_x1 + i_r * stride_xr) * STEP
+    y_ptr += (i_0 * stride_y0 + i_1 * stride_y1 + i_r * stride_yr) * ALIGN
+    step_x, step_y = 1 if X_UNIT else stride_xn * STEP, 1 if Y_UNIT else stride_yn * ALIGN
+    last = ((cols * ALIGN - 1) // COLS).to(tl.int32)
+    left = (cols * ALIGN - last * COLS).to(tl.int32)  # columns of the last tile
+    there, stored = tl.arange(0, WORDS)[None, :] < left // WIDTH, tl.arange(0, COLS)[None, :] < left
+    top, l_i = tl.full([LANES], EMPTY_M, tl.float32), tl.full([LANES], EMPTY_L, tl.float32)
+    x = fetch(part(x_ptr, step_x, last * 0, WORDS, X_UNIT), None, DTYPE, True)
+    for number in range(1, last):
+        taken = lanes(x, 1, WORDS, LANES, STEP)
+        x = fetch(part(x_ptr, step_x, number, WORDS, X_UNIT), None, DTYPE, True)
+        top, l_i = take(top, l_i, taken, DTYPE, BOTH)
+    taken = lanes(x, 1, WORDS, LANES, STEP)
+    x = fetch(part(x_ptr, step_x, last, WORDS, X_UNIT), there, DTYPE, False)
+    top, l_i = take(top, l_i, taken, DTYPE, BOTH)
+    top, l_i = take(top, l_i, lanes(x, 1, WORDS, LANES, STEP), DTYPE, BOTH)
+    top, l_i = merge_along(tl.reshape(top, [1, LANES]), tl.reshape(l_i, [1, LANES]))
+    inv_l, _ = finish(top, l_i)
+
+    wide = widen(x, DTYPE)
+    x = fetch(part(x_ptr, step_x, last - 1, WORDS, X_UNIT), None, DTYPE, True)
+    _, p, fix = weighed(wide, top, DTYPE)
+    y = (p * (fix * inv_l)[:, None]).to(OUT)
+    tl.store(part(y_ptr, step_y, last, COLS, Y_UNIT), y, mask=stored)
+    for back in range(1, last + 1):
+        wide = widen(x, DTYPE)
+        x = fetch(part(x_ptr, step_x, tl.maximum(last - back - 1, 0), WORDS, X_UNIT), None, DTYPE, True)
+        _, p, fix = weighed(wide, top, DTYPE)
+        y = (p * (fix * inv_l)[:, None]).to(OUT)
+        tl.store(part(y_ptr, step_y, last - back, COLS, Y_UNIT), y)
 
 
 @triton.jit
@@ -248,8 +225,8 @@ def stats_kernel(
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_m0: tl.int64, stride_m1: tl.int64, stride_mr: tl.int64,
     ROWS: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
-    ACROSS: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, WIDTH: tl.constexpr,
-    BOTH: tl.constexpr, X_UNIT: tl.constexpr,
+    ACROSS: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
+    WIDTH: tl.constexpr, BOTH: tl.constexpr, X_UNIT: tl.constexpr,
 ):  # fmt: skip
     """m = max(x), l = sum of exp(x - m) along the columns; m and l share their strides, which ALIGN does not divide.
 
@@ -263,21 +240,25 @@ def stats_kernel(
     words = cols * (ALIGN // WIDTH)
     first, programs = tl.program_id(0), tl.num_programs(0)
     tile, split = unit_of(first, splits, units, ACROSS)
-    at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split.to(tl.int64) * steps, WORDS)
-    x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+    at, number = locate(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
+    offs_w = columns(number, WORDS)
+    x = load_tile(x_ptr, x_strides, at, number, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
     for unit in range(first, units, programs):
         top, l_i = tl.full([ROWS * LANES], EMPTY_M, tl.float32), tl.full([ROWS * LANES], EMPTY_L, tl.float32)
-        at, offs_w = locate(tile, size_1, size_r, ROWS, FLAT), columns(split.to(tl.int64) * steps, WORDS)
+        at, number = locate(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
+        offs_w = columns(number, WORDS)
         for _ in range(1, steps):
             taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
+            number += 1
             offs_w += WORDS
-            x = load(x_ptr, x_strides, at, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+            x = load_tile(x_ptr, x_strides, at, number, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
             top, l_i = take(top, l_i, taken, DTYPE, BOTH)
         taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
         next_tile, next_split = unit_of(unit + programs, splits, units, ACROSS)
-        at, offs_w = locate(next_tile, size_1, size_r, ROWS, FLAT), columns(next_split.to(tl.int64) * steps, WORDS)
+        at, number = locate(next_tile, size_1, size_r, ROWS, FLAT), next_split.to(tl.int64) * steps
+        offs_w = columns(number, WORDS)
         rows = tl.where(unit + programs < units, size_r, 0)
-        x = load(x_ptr, x_strides, at, offs_w, rows, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+        x = load_tile(x_ptr, x_strides, at, number, offs_w, rows, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
         top, l_i = take(top, l_i, taken, DTYPE, BOTH)
         top, l_i = merge_along(tl.reshape(top, [ROWS, LANES]), tl.reshape(l_i, [ROWS, LANES]))
         i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS, FLAT)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
-from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, together_kernel
+from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
 from flashattn_lite.kernels.start import Starter, counters, on
-from flashattn_lite.kernels.tuning_softmax import RingTile, SoftmaxTile, ring_tile, softmax_tile
+from flashattn_lite.kernels.tuning_softmax import VECTOR_BYTES, RingTile, SoftmaxTile, ring_tile, softmax_tile
 from flashattn_lite.target import Target
 
 try:
@@ -24,10 +24,9 @@ try:
 except Exception:  # Gluon changes between versions of Triton: without it the other kernels serve
     ring_kernel = None
 
-VECTOR_BYTES = 16  # the widest load of a thread
 ROW_DIMS = 3  # row dimensions that the kernels decode
 PATIENCE = 256  # looks at others' parts, most of a microsecond each: far longer than neighbours differ. Not measured.
-INTERPRETED = 5  # splits of a row up to which the interpreter takes the kernel that waits, so that tests enter it
+INTERPRETED = 5  # SMs of the interpreter: so few that programs which stay take several units
 OFFLINE = 132  # SMs of an H100 or H200, where a plan is made without a GPU
 
 Results = tuple[Tensor] | tuple[Tensor, Tensor]
@@ -85,18 +84,13 @@ def unit_apart(strides: list[int], across: bool) -> tuple[list[int], bool]:
 
 
 def plan(
-    x: Tensor,
-    results: Results,
-    dim: int,
-    target: Target | None = None,
-    tile: SoftmaxTile | None = None,
-    at_once: int | None = None,
+    x: Tensor, results: Results, dim: int, target: Target | None = None, tile: SoftmaxTile | None = None
 ) -> list[Launch] | None:
     """What writes softmax(x) along dim into results (y,), or statistics into (m, l); None if a copy must come first.
 
-    y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The tile, and
-    whether a row's programs wait for each other (up to `at_once` of them), follow from the row's length, dtype and
-    layout and from the GPU, unless they are given. A plan serves one launch: an epoch is not used twice.
+    y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The kernel and
+    its tile follow from the row's length, dtype and layout and from the GPU, unless a tile is given. A plan serves one
+    launch: an epoch is not used twice.
     """
     target = target or targets.of(x.device)
     (dims, across, single_strides), wants_softmax = rows_of(x, results[0], dim), len(results) == 1
@@ -109,59 +103,61 @@ def plan(
     divisible = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
     divisible += [t.data_ptr() // t.element_size() for t in ((x, y) if wants_softmax else (x,))]
     # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
-    align = vector if cols and not across and math.gcd(vector, *divisible) == vector else 1
+    align = math.gcd(vector, *divisible) if cols and not across else 1
     sms = processors(x, target)
-    given, tile = tile, tile or softmax_tile(cols, x.element_size(), target, across=across, keeps=wants_softmax)
-    most = sms if at_once is None else at_once
-    splits, steps = tile.split(cols)
-    together = wants_softmax and steps == 1 and splits <= (1 if across else max(most, 1))
-    if together and given is None and align > 1 and x_unit and y_unit and x.dtype == y.dtype and ring_kernel:
-        ring = ring_tile(cols, x.element_size(), target)
-        if ring and ring.split(cols) <= max(1, ring.programs * most):
+    if tile is None and wants_softmax and not across and x_unit and y_unit and x.dtype == y.dtype:
+        ring = ring_for(cols, x.element_size(), align, target, sms)
+        if ring:
             return [ring_launch(x, y, dims, cols, align, ring, sms)]
-    if given is None and wants_softmax and not together:
-        tile = softmax_tile(cols, x.element_size(), target, across=across, keeps=False)
+    tile = tile or softmax_tile(
+        cols, x.element_size(), target, across=across, keeps=wants_softmax, wide=align == vector
+    )
     tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
-    splits, steps = tile.split(cols)
-    units = tiles * splits
     sizes = (dims[1].size, dims[-1].size)
     x_steps = tuple(stride // align for stride in x_strides)
     y_steps = tuple(stride // align for stride in y_strides)
-    shape = {"ROWS": tile.rows, "COLS": tile.cols, "ALIGN": align, "X_UNIT": x_unit}
-    shape["WIDTH"] = 2 if x_unit and align > 1 and x.element_size() == 2 else 1
     # Of sizes a kernel knows only what most calls share and what pays for every element.
-    shape["EVEN"], shape["FLAT"] = cols == splits * steps * tile.cols, dims[0].size == dims[1].size == 1
+    shape = {"COLS": tile.cols, "ALIGN": align, "FLAT": dims[0].size == dims[1].size == 1, "X_UNIT": x_unit}
+    shape["WIDTH"] = 2 if x_unit and align > 1 and x.element_size() == 2 else 1
     halves = target.kind == "cuda" and not target.interpreting and int(target.arch) >= 80
-    compares = {"BOTH": halves and shape["WIDTH"] == 2}
+    compares, lanes = {"BOTH": halves and shape["WIDTH"] == 2}, {"LANES": tile.lanes(across, align)}
     options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers and target.kind == "cuda":
         options["maxnreg"] = tile.registers
-    ahead, grid = programs_of(tile, units, splits, sms)
-    if together and splits == 1:
+    if wants_softmax and tile.sweeps:
+        args = (x, y, cols // align, *sizes, *x_steps, *y_steps)
+        return [Launch(sweep_kernel, (tiles,), args, shape | compares | lanes | {"Y_UNIT": y_unit} | options)]
+    splits, steps = tile.split(cols)
+    units = tiles * splits
+    shape |= {"ROWS": tile.rows, "EVEN": cols == splits * steps * tile.cols, "ACROSS": across}
+    ahead, grid = programs_of(tile, units, sms)
+    if wants_softmax and splits == steps == 1:
         args = (x, y, units, cols // align, *sizes, *x_steps, *y_steps)
-        own = {"AHEAD": ahead, "ACROSS": across, "Y_UNIT": y_unit}
+        own = {"AHEAD": ahead, "Y_UNIT": y_unit}
         return [Launch(softmax_kernel, grid, args, shape | compares | own | options)]
     m_parts, l_parts = parts_for(x, units * tile.rows if splits > 1 else 0)
     counts = counts_for(x, tiles) if splits > 1 else m_parts
-    lengths, parts = (units, cols // align, splits), {"PARTS": triton.next_power_of_2(splits)}
-    if together:
-        args = (x, y, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *y_steps)
-        own = {"PATIENCE": 1 if target.interpreting else PATIENCE, "AHEAD": ahead, "Y_UNIT": y_unit}
-        return [Launch(together_kernel, grid, args, shape | compares | parts | own | options)]
-    shape["ACROSS"] = across
+    lengths = (units, cols // align, splits, steps)
     stats = parts_for(x, math.prod(d.size for d in dims)) if wants_softmax else results
     stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
-    args = (x, *stats, m_parts, l_parts, counts, *lengths, steps, *sizes, *x_steps, *stats_strides)
-    own = {"LANES": tile.lanes(across, align)}
-    launches = [Launch(stats_kernel, grid, args, shape | compares | parts | own | options)]
+    args = (x, *stats, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *stats_strides)
+    parts = {"PARTS": triton.next_power_of_2(splits), "ONE": splits == steps == 1}
+    launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | parts | options)]
     if wants_softmax:
-        args = (x, y, *stats, *lengths, steps, *sizes, *x_steps, *y_steps)
+        args = (x, y, *stats, *lengths, *sizes, *x_steps, *y_steps)
         launches.append(Launch(normalise_kernel, (units,), args, shape | {"Y_UNIT": y_unit} | options))
     return launches
 
 
+def ring_for(cols: int, itemsize: int, align: int, target: Target, sms: int) -> RingTile | None:
+    """The tile of ring_kernel for such rows; None where it does not serve."""
+    tile = ring_tile(cols, itemsize, align, target) if ring_kernel else None
+    # Of a split row all units must have a place at once.
+    return tile if tile and tile.split(cols) <= max(1, tile.programs * sms) else None
+
+
 def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int, tile: RingTile, sms: int) -> Launch:
-    """What writes softmax(x) into y where both lie aligned."""
+    """What writes softmax(x) into y by ring_kernel."""
     splits = tile.split(cols)
     units = math.prod(d.size for d in dims) * splits
     steps = [d.stride_x // align for d in dims] + [d.stride_y // align for d in dims]
@@ -175,12 +171,10 @@ def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int,
     return Launch(ring_kernel, (programs,), args, shape | options)
 
 
-def programs_of(tile: SoftmaxTile, units: int, splits: int, sms: int) -> tuple[bool, tuple[int]]:
+def programs_of(tile: SoftmaxTile, units: int, sms: int) -> tuple[bool, tuple[int]]:
     """Whether programs stay and take one unit after the other, and the grid."""
-    # As many as whole rows need: a row that some of them begin one unit later is waited for by the others.
-    staying = max(1, tile.programs * sms // splits) * splits
     ahead = tile.programs > 0 and sms > 0
-    return ahead, (min(units, staying) if ahead else units,)
+    return ahead, (min(units, tile.programs * sms) if ahead else units,)
 
 
 def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -241,9 +235,9 @@ def processors_of(index: int) -> int:
 
 
 def processors(x: Tensor, target: Target) -> int:
-    """Programs that are on the GPU at once at the least, one an SM; 0 where programs must not wait for each other."""
+    """Programs that are on the GPU at once at the least, one an SM; 0 where that is not known."""
     if target.interpreting:
-        return INTERPRETED  # one after the other: all but the last of a row give up waiting
+        return INTERPRETED
     if target.kind != "cuda":
         return 0
     return processors_of(x.get_device()) if x.is_cuda else OFFLINE
@@ -270,7 +264,7 @@ class Ready:
     def __init__(self, launch: Launch, tensors: int) -> None:
         names, values = launch.kernel.arg_names, dict(launch.kwargs)
         known = dict(zip(names, launch.args, strict=False))
-        units, splits = known["units"], known.get("splits", 1)
+        units, splits = known.get("units", 0), known.get("splits", 1)
         fresh = 0  # arguments behind the tensors that each call brings anew
         self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
         if "epoch" in known:

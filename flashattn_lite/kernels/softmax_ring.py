@@ -248,7 +248,7 @@ def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS
 
 
 # Nothing is specialized on a size or a stride, as in `softmax.py`: what comes in elements comes divided by ALIGN, which
-# is 16 bytes.
+# is 4, 8 or 16 bytes: what a thread copies, loads and stores at once.
 @gluon.jit(do_not_specialize=[2, *range(4, 16)])
 def ring_kernel(
     x_ptr, y_ptr, counter_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,
@@ -268,8 +268,8 @@ def ring_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     STEP: gl.constexpr = ALIGN // WIDTH
     AHEAD: gl.constexpr = SLOTS - LAG - 1
-    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4 * WIDTH], [1, 32], [WARPS, 1], [1, 0])  # TILE after `widen`
+    TILE: gl.constexpr = gl.BlockedLayout([1, STEP], [1, 32], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, ALIGN], [1, 32], [WARPS, 1], [1, 0])  # TILE after `widen`
     gl.static_assert(AHEAD >= 0)
     gl.static_assert(LAG == 0 or PARTS > 1)
     x_strides, y_strides = (stride_x0, stride_x1, stride_xr), (stride_y0, stride_y1, stride_yr)

@@ -9,17 +9,24 @@ from flashattn_lite.kernels.device.integers import divided
 
 
 @triton.jit
-def locate(tile, size_1, size_r, ROWS: tl.constexpr, FLAT: tl.constexpr):
-    """A tile's index in the two outer row dimensions and its ROWS indices in the inner one, all 64-bit.
+def place(tile, size_1, size_r, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """A tile's index in the two outer row dimensions and its first one in the inner one, all 64-bit.
 
     FLAT: there are no outer ones, and nothing to divide.
     """
     if FLAT:
         zero = tl.cast(0, tl.int64)
-        return zero, zero, tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        return zero, zero, tl.cast(tile, tl.int64) * ROWS
     outer, inner = divided(tile, tl.cdiv(size_r, ROWS).to(tl.int32))
     i_0, i_1 = divided(outer, size_1)
-    return i_0.to(tl.int64), i_1.to(tl.int64), inner.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return i_0.to(tl.int64), i_1.to(tl.int64), inner.to(tl.int64) * ROWS
+
+
+@triton.jit
+def locate(tile, size_1, size_r, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """`place` with the tile's ROWS indices in the inner dimension."""
+    i_0, i_1, i_r = place(tile, size_1, size_r, ROWS, FLAT)
+    return i_0, i_1, i_r + tl.arange(0, ROWS)
 
 
 @triton.jit
@@ -63,16 +70,58 @@ def load(ptr, strides, at, offs_w, size_r, words, ALIGN: tl.constexpr, UNIT: tl.
     A word is WIDTH elements. Two of two bytes stay one: a compiler would take them apart to hold them over a loop.
     """
     there = inside(at, offs_w, size_r, words, EVEN)
+    x = addresses(in_words(ptr, WIDTH), strides, at, offs_w, ALIGN // WIDTH, UNIT, ACROSS)
+    return fetch(x, there, ptr.dtype.element_ty, EVEN)
+
+
+@triton.jit
+def in_words(ptr, WIDTH: tl.constexpr):
+    """ptr to words of WIDTH elements."""
     if WIDTH == 2:
-        x = addresses(ptr.to(tl.pointer_type(tl.int32)), strides, at, offs_w, ALIGN // WIDTH, UNIT, ACROSS)
-        beyond: tl.constexpr = -0x007F0080 if ptr.dtype.element_ty == tl.bfloat16 else -0x03FF0400  # -inf, twice
+        return ptr.to(tl.pointer_type(tl.int32))
     else:
-        x = addresses(ptr, strides, at, offs_w, ALIGN, UNIT, ACROSS)
-        beyond: tl.constexpr = float("-inf")
+        return ptr
+
+
+@triton.jit
+def fetch(ptrs, there, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+    """Words of elements of DTYPE; those that are not there are -inf, or with EVEN nobody's."""
     if EVEN:
-        return tl.load(x, mask=there)
+        return tl.load(ptrs, mask=there)
+    elif ptrs.dtype.element_ty == tl.int32:
+        beyond: tl.constexpr = -0x007F0080 if tl.bfloat16 == DTYPE else -0x03FF0400  # -inf, twice
+        return tl.load(ptrs, mask=there, other=beyond)
     else:
-        return tl.load(x, mask=there, other=beyond)
+        return tl.load(ptrs, mask=there, other=float("-inf"))
+
+
+@triton.jit
+def load_tile(ptr, strides, at, number, offs_w, size_r, words, ALIGN: tl.constexpr, UNIT: tl.constexpr,
+              ACROSS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
+    """`load` of a row's tile of that number, of several if not ONE.
+
+    Where a word is all that is loaded at once, each would need a mask: full tiles have none.
+    """
+    if EVEN or ONE or ACROSS or ALIGN > WIDTH:
+        return load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, EVEN)
+    else:
+        offs_w = columns(number, offs_w.shape[0])  # anew, which takes fewer registers
+        if (number + 1) * offs_w.shape[0] <= words:
+            x = load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, True)
+        else:
+            x = load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, False)
+        return x
+
+
+@triton.jit
+def part(ptr, stride_n, number, N: tl.constexpr, UNIT: tl.constexpr):
+    """Addresses [1, N] of tile `number` of a row that begins at ptr, from one address: so the others are constants."""
+    ptr += tl.cast(number, tl.int64) * N * stride_n
+    offs = tl.arange(0, N)[None, :]
+    if UNIT:
+        return ptr + offs
+    else:
+        return ptr + offs.to(tl.int64) * stride_n
 
 
 @triton.jit

@@ -14,7 +14,8 @@ class SoftmaxTile:
     """Rows and columns of a softmax tile, warps, registers a thread at most (0: the compiler's choice).
 
     A unit is `steps` tiles of a row, or more where its parts would pass MOST_PARTS. `programs`: as many on each SM stay
-    there and take unit after unit, the next one's elements on their way; 0: a program for each unit.
+    there and take unit after unit, the next one's elements on their way; 0: a program for each unit. `sweeps`: one
+    program goes over a row of several tiles twice.
     """
 
     rows: int
@@ -23,6 +24,7 @@ class SoftmaxTile:
     registers: int = 0
     steps: int = 1
     programs: int = 0
+    sweeps: bool = False
 
     def lanes(self, across: bool, align: int) -> int:
         """Threads that share a row in the layout that Triton gives a tile, which runs along neighbours first."""
@@ -59,6 +61,7 @@ class RingTile:
 
 AnyTile = TypeVar("AnyTile", SoftmaxTile, RingTile)
 
+VECTOR_BYTES = 16  # the widest load of a thread
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
 # All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
@@ -67,6 +70,7 @@ NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 byt
 # times both.
 # Statistics, 32768 x 1024, 131072 x 512 and 2^19 x 64: bf16 3154, 3236, 2439, fp32 3758, 3966, 2780; twice the elements
 # and half the programs 3022, 3105, 2277, 3728, 3925, 2607; more of either in some better, in others worse.
+SHORT_COLUMNS = 1024
 SHORT = {True: SoftmaxTile(1, 1024, 1), False: SoftmaxTile(1, 1024, 1, programs=24)}  # by `keeps`
 # Tiles of whole rows by bytes an element and by columns, a power of two; rows of more than the last are split. Of 2048
 # columns not measured.
@@ -87,12 +91,27 @@ WHOLE = {
         32768: SoftmaxTile(1, 32768, 16),  # 8192 rows: 4171; * 4130 with 32; a copy 4233
     },
 }
-# Rows of 2^17 and 2^20. bf16: 3083 and 2456; 2711 and 2138 with 168 registers and 3 that stay, 2791 and 2217 if none
-# does, at most 2764 and 1636 with tiles of 16384. fp32: 3690 and 2865; 3701 and 2584 with 8 warps, 3324 and 2855 with
-# 168 registers and 3 that stay. In two launches * 2267 and 1788, 2606 and 2156. A copy: 4114 and 3216, 4163 and 3692.
-SPLIT = {2: SoftmaxTile(1, 8192, 4, 128, programs=4), 4: SoftmaxTile(1, 8192, 4, 128)}
-# Where rows lie 16-byte aligned on a GPU with cp.async, ring_kernel has taken the place of two of these. Rows that are
-# one unit, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
+# Rows between 16-byte addresses. Up to WHOLE_BETWEEN columns they are tiles of whole rows all the same; longer ones are
+# swept, in tiles by bytes an element and by columns, a power of two, and those longer still take two launches. Of a
+# copy, bf16 / fp32: 4097 columns 0.72 / 0.94 (torch 0.29 / 0.58, whole rows 0.35 / 0.68), 8193 0.72 / 0.87 (0.24 /
+# 0.44, 0.27 / 0.50), bf16 30523, 50257 and 131073 0.66, 0.60 and 0.51 (0.42, 0.55, 0.43); with 4096 columns and 16 or 8
+# warps 0.63, 0.57 and 0.48, with 8192 and 32 0.48, 0.51 and 0.50. Eviction hints of both kinds: level or less.
+WHOLE_BETWEEN = 2048
+SWEEP = {
+    2: {
+        4096: SoftmaxTile(1, 1024, 4, sweeps=True),
+        16384: SoftmaxTile(1, 2048, 4, sweeps=True),
+        1 << 18: SoftmaxTile(1, 8192, 16, 64, sweeps=True),
+    },
+    4: {
+        4096: SoftmaxTile(1, 1024, 4, sweeps=True),
+        8192: SoftmaxTile(1, 2048, 4, sweeps=True),
+        16384: SoftmaxTile(1, 4096, 8, sweeps=True),
+        1 << 18: SoftmaxTile(1, 16384, 32, sweeps=True),
+    },
+}
+# Where Gluon and cp.async serve, ring_kernel takes the place of some of these. Rows that are one unit and lie 16-byte
+# aligned, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
 # warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
 RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
 # Rows that are split, by bytes an element: 16 KiB a unit. 2048 x 2^16, 1024 x 2^17, 128 x 2^19 and 16 x 2^20:
@@ -108,6 +127,13 @@ RING_SPLIT = {
 }
 # Longer rows, by bytes an element, and the columns past which.
 RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
+# Rows between 16-byte addresses of which cp.async copies 4 or 8 bytes at a time, from so many columns on. Of a copy,
+# 50258 columns, bf16, 0.80 (six slots, two programs 0.74; swept 0.63); fp32, 30523, 50257 and 131073 columns
+# 0.84, 0.86 and 0.84 (swept 0.73, 0.75 and 0.61); 30522 0.81 / 0.85 (swept 0.78 / 0.82, bf16 whole in the ring 0.47);
+# 8194 0.53 / 0.73 (swept 0.77 / 0.94).
+RING_BETWEEN = {2: RING_LONG[2][1], 4: RING_SPLIT[4]}
+RING_BETWEEN_FROM = (1 << 14) + 1
+COPIED_BYTES = 4  # at least, by cp.async
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
@@ -122,6 +148,9 @@ STATS = SoftmaxTile(1, 4096, 4, steps=4)
 # Longer rows, by bytes an element, and the columns past which. fp32, to a read: 16 x 2^20 0.95, 64 x 2^18 0.95, 128 x
 # 2^19 0.99; with four steps 0.89, 0.88, 0.98; 16 steps 0.87, 0.86, 0.92. bf16 is level: 0.96, 0.96, 0.93 with eight.
 STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
+# Rows between 16-byte addresses, of more than half SHORT_COLUMNS: tiles of half the columns and twice the steps. To a
+# read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80 / 0.95 (0.47 / 0.77), 50258 0.81 /
+# 0.88 (0.69 / 0.88), 1537 0.61 / 0.94 (0.36 / 0.61).
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
 WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16
@@ -130,23 +159,33 @@ SHORT_ACROSS = 4096  # elements of a tile of shorter rows that lie side by side:
 INTERPRETED = {False: 8192, True: 128}  # whole and split alike, by across: small, so that small tests enter both
 
 
-def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, keeps: bool) -> SoftmaxTile:
+def softmax_tile(
+    cols: int, itemsize: int, target: Target, *, across: bool, keeps: bool, wide: bool = True
+) -> SoftmaxTile:
     """The tile of the softmax kernels; `keeps` where the tile waits in registers for its sum, not for statistics.
 
-    A function of a row's length, element size and layout and of the GPU: never of the number of rows.
+    wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: never of
+    the number of rows.
     """
     block = power_of_two(cols)
     if across:
         return tile_across(block, target, keeps)
     short = SHORT[keeps]
-    if block <= 1024:
+    if block <= (SHORT_COLUMNS if wide or keeps else SHORT_COLUMNS // 2):
         return replace(short, rows=short.cols // block, cols=block)
-    stats = of_length(cols, itemsize, STATS, STATS_LONG)
-    tiles, split = (WHOLE[itemsize], SPLIT[itemsize]) if keeps else (STATS_WHOLE, stats)
+    tiles = WHOLE[itemsize] if keeps else STATS_WHOLE
+    longest = max(tiles) if wide or not keeps else WHOLE_BETWEEN
     if target.interpreting:
-        tiles = {most: tile for most, tile in tiles.items() if most <= INTERPRETED[False]}
-        split = replace(split, cols=INTERPRETED[False])
-    return next((tile for most, tile in tiles.items() if block <= most), split)
+        longest = min(longest, INTERPRETED[False])
+    tile = next((tile for most, tile in tiles.items() if block <= most <= longest), None)
+    if keeps:
+        tile = tile or next((tile for most, tile in SWEEP[itemsize].items() if block <= most), None)
+        if tile:
+            return tile
+    if tile is None:
+        tile = of_length(cols, itemsize, STATS, STATS_LONG)
+        tile = replace(tile, cols=INTERPRETED[False]) if target.interpreting else tile
+    return tile if wide else replace(tile, cols=tile.cols // 2, steps=tile.steps * 2)
 
 
 def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[int, AnyTile]]) -> AnyTile:
@@ -155,16 +194,21 @@ def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[i
     return other if cols > limit else tile
 
 
-def ring_tile(cols: int, itemsize: int, target: Target) -> RingTile | None:
-    """The tile of ring_kernel for rows that lie 16-byte aligned, with as many programs an SM as fit; None: another's.
+def ring_tile(cols: int, itemsize: int, align: int, target: Target) -> RingTile | None:
+    """The tile of ring_kernel, with as many programs an SM as fit; None: rows are another's.
 
-    A function of a row's length and element size and of the GPU: never of the number of rows.
+    align: elements that divide the addresses of rows. A function of a row's length, element size and layout and of the
+    GPU: never of the number of rows.
     """
-    if not target.is_cuda(80):
+    if not target.is_cuda(80) or align * itemsize < COPIED_BYTES:
         return None
     block = power_of_two(cols)
-    split = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
-    tile = split if block > max(WHOLE[itemsize]) else RING_WHOLE.get((itemsize, block))
+    if align * itemsize < VECTOR_BYTES:
+        tile = RING_BETWEEN[itemsize] if cols >= RING_BETWEEN_FROM else None
+    elif block <= max(WHOLE[itemsize]):
+        tile = RING_WHOLE.get((itemsize, block))
+    else:
+        tile = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
     if tile is None:
         return None
     unit, shared = tile.cols * itemsize, shared_bytes(target) + SHARED_RESERVED

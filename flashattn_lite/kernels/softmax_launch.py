@@ -24,6 +24,7 @@ try:
 except Exception:  # Gluon changes between versions of Triton: without it the other kernels serve
     ring_kernel = None
 
+WORD_BYTES = 4  # what the kernels load at once of rows between such addresses, if rows are multiples of it
 ROW_DIMS = 3  # row dimensions that the kernels decode
 PATIENCE = 256  # looks at others' parts, most of a microsecond each: far longer than neighbours differ. Not measured.
 INTERPRETED = 5  # SMs of the interpreter: so few that programs which stay take several units
@@ -102,8 +103,10 @@ def plan(
     vector = VECTOR_BYTES // x.element_size()
     divisible = [cols, *x_strides, *(y_strides if wants_softmax else []), *single_strides]
     divisible += [t.data_ptr() // t.element_size() for t in ((x, y) if wants_softmax else (x,))]
-    # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch.
+    # Not for rows across: there the width of a load, and with it the order of a sum, would depend on the batch. Nor 8
+    # bytes: Triton asks whether an address is a multiple of 16, and would load row 0 and row 1 differently by itself.
     align = math.gcd(vector, *divisible) if cols and not across else 1
+    align = vector if align == vector else math.gcd(align, WORD_BYTES // x.element_size())
     sms = processors(x, target)
     if tile is None and wants_softmax and not across and x_unit and y_unit and x.dtype == y.dtype:
         ring = ring_for(cols, x.element_size(), align, target, sms)

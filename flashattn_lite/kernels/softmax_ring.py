@@ -248,7 +248,7 @@ def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS
 
 
 # Nothing is specialized on a size or a stride, as in `softmax.py`: what comes in elements comes divided by ALIGN, which
-# is 4, 8 or 16 bytes: what a thread copies, loads and stores at once.
+# is 16 bytes or 4: what a thread copies, loads and stores at once.
 @gluon.jit(do_not_specialize=[2, *range(4, 16)])
 def ring_kernel(
     x_ptr, y_ptr, counter_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,

@@ -127,10 +127,9 @@ RING_SPLIT = {
 }
 # Longer rows, by bytes an element, and the columns past which.
 RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
-# Rows between 16-byte addresses of which cp.async copies 4 or 8 bytes at a time, from so many columns on. Of a copy,
-# 50258 columns, bf16, 0.80 (six slots, two programs 0.74; swept 0.63); fp32, 30523, 50257 and 131073 columns
-# 0.84, 0.86 and 0.84 (swept 0.73, 0.75 and 0.61); 30522 0.81 / 0.85 (swept 0.78 / 0.82, bf16 whole in the ring 0.47);
-# 8194 0.53 / 0.73 (swept 0.77 / 0.94).
+# Rows between 16-byte addresses of which cp.async copies 4 bytes at a time, from so many columns on. Of a copy, bf16:
+# 50258 and 30522 columns 0.80 and 0.81 (six slots, two programs 0.74 and 0.77; swept 0.63 and 0.78; 30522 whole in the
+# ring 0.47), 8194 0.53 (swept 0.77); fp32: 30523, 50257 and 131073 0.84, 0.86 and 0.84 (swept 0.73, 0.75 and 0.61).
 RING_BETWEEN = {2: RING_LONG[2][1], 4: RING_SPLIT[4]}
 RING_BETWEEN_FROM = (1 << 14) + 1
 COPIED_BYTES = 4  # at least, by cp.async
@@ -149,8 +148,8 @@ STATS = SoftmaxTile(1, 4096, 4, steps=4)
 # 2^19 0.99; with four steps 0.89, 0.88, 0.98; 16 steps 0.87, 0.86, 0.92. bf16 is level: 0.96, 0.96, 0.93 with eight.
 STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
 # Rows between 16-byte addresses, of more than half SHORT_COLUMNS: tiles of half the columns and twice the steps. To a
-# read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80 / 0.95 (0.47 / 0.77), 50258 0.81 /
-# 0.88 (0.69 / 0.88), 1537 0.61 / 0.94 (0.36 / 0.61).
+# read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80 / 0.95 (0.47 / 0.77), 1537 0.61 /
+# 0.94 (0.36 / 0.61); bf16 50258 0.81 (0.69).
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
 WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16

@@ -185,7 +185,7 @@ def sweep_kernel(
     left = (cols * ALIGN - last * COLS).to(tl.int32)  # columns of the last tile
     there, stored = tl.arange(0, WORDS)[None, :] < left // WIDTH, tl.arange(0, COLS)[None, :] < left
     top, l_i = tl.full([LANES], EMPTY_M, tl.float32), tl.full([LANES], EMPTY_L, tl.float32)
-    x = fetch(part(x_ptr, step_x, last * 0, WORDS, X_UNIT), None, DTYPE, True)
+    x = fetch(part(x_ptr, step_x, 0, WORDS, X_UNIT), None, DTYPE, True)
     for number in range(1, last):
         taken = lanes(x, 1, WORDS, LANES, STEP)
         x = fetch(part(x_ptr, step_x, number, WORDS, X_UNIT), None, DTYPE, True)
@@ -230,9 +230,9 @@ def stats_kernel(
 ):  # fmt: skip
     """m = max(x), l = sum of exp(x - m) along the columns; m and l share their strides, which ALIGN does not divide.
 
-    PARTS 1: a unit is whole rows. More: it is `steps` tiles of them, whose part is stored, and the one that comes last
-    merges the parts. The next tile is always on its way. Each of a row's LANES has a state of its own until a unit's
-    end, so that its threads need not meet before.
+    ONE: rows are a tile each, or less. PARTS 1: a unit is whole rows. More: it is `steps` tiles of them, whose part is
+    stored, and the one that comes last merges the parts. The next tile is always on its way. Each of a row's LANES has
+    a state of its own until a unit's end, so that its threads need not meet before.
     """
     x_strides = stride_x0, stride_x1, stride_xr, stride_xn
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

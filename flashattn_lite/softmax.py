@@ -19,10 +19,10 @@ Stats = tuple[Tensor, Tensor]
 def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
-    One read and one write of x. Rows too long for the registers of one thread block are shared by several, which wait
-    for each other's sums: on an NVIDIA GPU up to one block of 8192 elements for each of its SMs (1 million on an H200).
-    Longer rows, those on other GPUs and rows of more than 512 elements that lie side by side in memory take two reads
-    and one write, in two launches.
+    One read and one write of x: rows too long for one thread block are shared by several, which find each other's sums
+    on the way (NVIDIA GPUs from sm_80 on; up to a few million elements on an H200). Rows that no 4-byte copies fit, or
+    on other GPUs, are gone over twice by one block, the second time from the L2 cache if it holds them; past 2^18
+    elements by several, in two launches, like rows of more than 512 elements that lie side by side in memory.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread

@@ -53,30 +53,56 @@ def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:
     assert [kernels.plan(y, (y,), 1)[0].kwargs["ALIGN"] for y in (x, x[:1], x[:, :1000], x[:1, :1000])] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("op", "cols"), [("softmax", 1000), ("stats", 1000), ("stats", 2**18)])
+def started(ready: kernels.Ready | kernels.ReadyTwo, tensors: tuple[torch.Tensor, ...]) -> list[dict[str, object]]:
+    """The arguments by name, compile-time ones too, of each launch of a prepared call."""
+    seen, parts = [], (ready,) if isinstance(ready, kernels.Ready) else (ready.stats, ready.normalise)
+    for part in parts:
+        names, options = part.start.kernel.arg_names, part.start.options
+        part.start = lambda args, n=names, o=options: seen.append(dict(zip(n, args, strict=True)) | o)
+    ready(*tensors)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dim"),
+    [
+        ("softmax", (6, 1000), 1),
+        ("softmax", (6, 2049), 1),
+        ("softmax", (6, 2**22), 1),
+        ("softmax", (2, 3, 2**21 + 1), 2),
+        ("softmax", (2000, 40), 0),
+        ("stats", (6, 1000), 1),
+        ("stats", (6, 2**18), 1),
+        ("stats", (6, 50257), 1),
+    ],
+)
 def test_a_prepared_call_brings_every_argument_in_its_place(
-    op: str, cols: int, monkeypatch: pytest.MonkeyPatch
+    op: str, shape: tuple[int, ...], dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of the plan, but for the call's own tensors and for room that is fresh, of the same size."""
     monkeypatch.setattr(kernels, "on", lambda device, launch, *args: launch(*args))
-    x, m = torch.zeros(6, cols), torch.zeros(6, 1)
+    x = torch.zeros(shape)
+    m = torch.zeros([1 if i == dim else n for i, n in enumerate(shape)])
     results = (torch.zeros_like(x),) if op == "softmax" else (m, m + 1)
-    (launch,) = kernels.plan(x, results, 1)
-    ready, started = kernels.prepare(x, results, 1), []
-    ready.start, options = started.append, ready.start.options
-    other = [torch.ones_like(part) for part in (x, *results)]
-    ready(*other)
-    names = launch.kernel.arg_names
-    planned = dict(zip(names, launch.args, strict=False)) | launch.kwargs
-    given = dict(zip(names, started[0], strict=True)) | options
-    tensors = dict.fromkeys(names[: len(other)])
-    assert all(given[name] is part for name, part in zip(tensors, other, strict=True))
-    same = lambda a, b: a.shape == b.shape if isinstance(a, torch.Tensor) else a == b  # room for no parts is a tensor
-    assert planned.keys() == given.keys() and all(same(planned[n], given[n]) for n in planned if n not in tensors)
-
-
-def test_rows_of_two_launches_are_planned_anew() -> None:
-    x = torch.zeros(4000, 100).T  # side by side, and more than a tile holds
-    assert kernels.prepare(x, (torch.zeros_like(x),), 1) is None
+    planned = kernels.plan(x, results, dim)
+    ready = kernels.prepare(x, results, dim)
+    assert planned is not None and ready is not None
+    own = dict(zip(("x_ptr", "y_ptr") if op == "softmax" else ("x_ptr", "m_ptr", "l_ptr"), (x, *results), strict=True))
+    other = {name: torch.ones_like(part) for name, part in own.items()}
+    seen = started(ready, tuple(other.values()))
+    assert len(seen) == len(planned) == (2 if x.numel() > 2**21 or dim == 0 else 1)
+    for given, launch in zip(seen, planned, strict=True):
+        expected = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.kwargs
+        assert given.keys() == expected.keys()
+        for name, value in expected.items():
+            if name in other:
+                assert given[name] is other[name]
+            elif isinstance(value, torch.Tensor):
+                assert given[name].shape == value.shape
+            else:
+                assert given[name] == value
+    if len(seen) == 2:  # one launch reads what the other wrote
+        assert all(seen[0][name] is seen[1][name] for name in ("x_ptr", "m_ptr", "l_ptr"))
 
 
 @pytest.mark.parametrize("across", [False, True])

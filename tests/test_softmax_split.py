@@ -201,8 +201,8 @@ def test_a_sum_over_two_to_the_24_elements(device: torch.device, interpreting: b
 
 
 @pytest.mark.skipif(not targets.interpreting(), reason="on a GPU, test_softmax_gpu.py calls twice")
-@pytest.mark.parametrize("cols", [205, 8192 * 3 + 5])
-def test_a_prepared_call_has_room_of_its_own(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cols", "across"), [(205, False), (8192 * 3 + 5, False), (205, True)])
+def test_a_prepared_call_has_room_of_its_own(cols: int, across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run through the interpreter in place of a GPU's launcher: other tensors, parts and counts each time."""
 
     class Interpreted:
@@ -214,9 +214,11 @@ def test_a_prepared_call_has_room_of_its_own(cols: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(kernels, "Starter", Interpreted)
     monkeypatch.setattr(kernels, "on", lambda device, launch, *args: launch(*args))
-    x, other = hostile(torch.device("cpu"), cols), 2 * hostile(torch.device("cpu"), cols)
-    y, m, l_i = torch.empty_like(x), torch.empty(10, 1), torch.empty(10, 1)
+    x = hostile(torch.device("cpu"), cols)
+    x = x.T.contiguous().T if across else x  # rows side by side take two launches
+    other, y, m, l_i = 2 * x, torch.empty_like(x), torch.empty(10, 1), torch.empty(10, 1)
     softmax_of, stats_of = kernels.prepare(x, (y,), 1), kernels.prepare(x, (m, l_i), 1)
+    assert isinstance(softmax_of, kernels.ReadyTwo) == across
     for values in (x, other, x):
         softmax_of(values, y)
         assert torch.equal(y.nan_to_num(7), online_softmax(values).nan_to_num(7))

@@ -262,7 +262,7 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
 
 
 class Ready:
-    """A call of one launch that was planned, for others of the same metadata on a GPU."""
+    """A launch that was planned, for others of the same metadata on a GPU: `tensors` come first in its arguments."""
 
     def __init__(self, launch: Launch, tensors: int) -> None:
         names, values = launch.kernel.arg_names, dict(launch.kwargs)
@@ -272,26 +272,43 @@ class Ready:
         self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
         if "epoch" in known:
             fresh, self.room = 3, lambda x: room_for(x, units, splits)
-        elif splits > 1:
+        elif splits > 1 and "m_parts_ptr" in known:
             parts = known["m_parts_ptr"].numel()
             fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
         self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
         self.start = Starter(launch.kernel, launch.grid[0], values)
 
     def __call__(self, *tensors: Tensor) -> None:
-        on(tensors[0].device, self._launch, *tensors)
+        on(tensors[0].device, self.launch, *tensors)
 
-    def _launch(self, *tensors: Tensor) -> None:
+    def launch(self, *tensors: Tensor) -> None:
+        """On the current device."""
         self.start((*tensors, *self.room(tensors[0]), *self.rest))
 
 
-def prepare(x: Tensor, results: Results, dim: int) -> Ready | None:
-    """None where rows take two launches: those that lie side by side, or are very long."""
+class ReadyTwo:
+    """Two launches likewise: statistics, in room of each call's own, and the softmax that they give."""
+
+    def __init__(self, stats: Launch, normalise: Launch) -> None:
+        self.stats, self.normalise = Ready(stats, 3), Ready(normalise, 4)
+        self.rows = stats.args[1].numel()
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        on(x.device, self._launch, x, y)
+
+    def _launch(self, x: Tensor, y: Tensor) -> None:
+        m, l_i = parts_for(x, self.rows)
+        self.stats.launch(x, m, l_i)
+        self.normalise.launch(x, y, m, l_i)
+
+
+def prepare(x: Tensor, results: Results, dim: int) -> Ready | ReadyTwo | None:
+    """What fills results for tensors of this metadata; None where a copy must come first."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         planned = plan(x, results, dim)
-    if planned is None or len(planned) > 1:
+    if planned is None:
         return None
-    return Ready(planned[0], 1 + len(results))
+    return ReadyTwo(*planned) if len(planned) == 2 else Ready(planned[0], 1 + len(results))
 
 
 def interpret(x: Tensor, results: Results, dim: int) -> None:

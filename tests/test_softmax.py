@@ -15,9 +15,9 @@ from flashattn_lite.softmax import merge_softmax_stats, online_softmax, runs_tri
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INF, NAN = math.inf, math.nan
-# The lengths enter each way through the kernels: short rows together, a row a tile, a row in steps; the same across.
+# The lengths enter each way through the kernels: short rows together, a row a tile, swept, in the ring; rows across.
 SHAPES = [
-    ((3, 1), 1), ((129, 5), 1), ((7, 1000), -1), ((5, 1009), -1), ((2, 32768), 1), ((2, 40009), 1),
+    ((3, 1), 1), ((129, 5), 1), ((7, 1000), -1), ((5, 1009), -1), ((3, 2051), 1), ((2, 32768), 1), ((2, 40009), 1),
     ((5, 66), 0), ((1024, 40), 0), ((1031, 9), 0), ((3, 37, 4, 6), 1), ((2, 1500, 3, 2), -3),
 ]  # fmt: skip
 

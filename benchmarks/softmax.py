@@ -27,6 +27,7 @@ from torch import Tensor
 import flashattn_lite
 from benchmarks.progress import Progress
 from benchmarks.provenance import COLUMNS, results_of, row_provenance, write_rows
+from benchmarks.providers import in_a_line
 from benchmarks.timing import Timing, median
 
 Call = Callable[[Tensor, Tensor], Any]  # (x, room for a result of x's shape) -> what it computed
@@ -151,7 +152,7 @@ def measure_cell(
             out = call(*sets[0])
             error = 0.0 if name in YARDSTICKS else relative_error(op, out, sets[0][0])
         except Exception as refusal:
-            absent[name] = f"{type(refusal).__name__}: {(str(refusal).splitlines() or [''])[0][:120]}"
+            absent[name] = in_a_line(refusal)
             continue
         if not error <= largest_error(op, dtype):
             absent[name] = f"wrong: relative error {error:.2e}"
@@ -186,7 +187,7 @@ def ready(providers: dict[str, Callable[[], Call]], chosen: Sequence[str] | None
             try:
                 calls[name] = make()
             except Exception as reason:
-                missing[name] = f"{type(reason).__name__}: {reason}"
+                missing[name] = in_a_line(reason)
     return calls, missing
 
 

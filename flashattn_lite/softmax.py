@@ -20,9 +20,11 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
     One read and one write of x: rows too long for one thread block are shared by several, which find each other's sums
-    on the way (NVIDIA GPUs from sm_80 on; up to a few million elements on an H200). Rows that no 4-byte copies fit, or
-    on other GPUs, are gone over twice by one block, the second time from the L2 cache if it holds them; past 2^18
-    elements by several, in two launches, like rows of more than 512 elements that lie side by side in memory.
+    on the way (NVIDIA GPUs from sm_80 on; on an H200 up to 1 million elements of 4 bytes, 3 million of 2). On other
+    GPUs, and where rows of more than 2048 elements lie between 16-byte addresses and are shorter than 16384 or no
+    multiple of 4 bytes, one block goes over its row twice, the second time from the L2 cache if it holds it. Longer
+    rows (on those ways past 2^18 elements), and rows of more than 512 that lie side by side in memory, take two reads
+    and one write, in two launches.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread

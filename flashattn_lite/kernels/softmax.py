@@ -39,8 +39,8 @@ from flashattn_lite.kernels.softmax_tiles import (
     load,
     load_tile,
     locate,
-    part,
     place,
+    tile_of,
     tops,
     unit_of,
     widen,
@@ -185,29 +185,29 @@ def sweep_kernel(
     left = (cols * ALIGN - last * COLS).to(tl.int32)  # columns of the last tile
     there, stored = tl.arange(0, WORDS)[None, :] < left // WIDTH, tl.arange(0, COLS)[None, :] < left
     top, l_i = tl.full([LANES], EMPTY_M, tl.float32), tl.full([LANES], EMPTY_L, tl.float32)
-    x = fetch(part(x_ptr, step_x, 0, WORDS, X_UNIT), None, DTYPE, True)
+    x = fetch(tile_of(x_ptr, step_x, 0, WORDS, X_UNIT), None, DTYPE, True)
     for number in range(1, last):
         taken = lanes(x, 1, WORDS, LANES, STEP)
-        x = fetch(part(x_ptr, step_x, number, WORDS, X_UNIT), None, DTYPE, True)
+        x = fetch(tile_of(x_ptr, step_x, number, WORDS, X_UNIT), None, DTYPE, True)
         top, l_i = take(top, l_i, taken, DTYPE, BOTH)
     taken = lanes(x, 1, WORDS, LANES, STEP)
-    x = fetch(part(x_ptr, step_x, last, WORDS, X_UNIT), there, DTYPE, False)
+    x = fetch(tile_of(x_ptr, step_x, last, WORDS, X_UNIT), there, DTYPE, False)
     top, l_i = take(top, l_i, taken, DTYPE, BOTH)
     top, l_i = take(top, l_i, lanes(x, 1, WORDS, LANES, STEP), DTYPE, BOTH)
     top, l_i = merge_along(tl.reshape(top, [1, LANES]), tl.reshape(l_i, [1, LANES]))
     inv_l, _ = finish(top, l_i)
 
     wide = widen(x, DTYPE)
-    x = fetch(part(x_ptr, step_x, last - 1, WORDS, X_UNIT), None, DTYPE, True)
+    x = fetch(tile_of(x_ptr, step_x, last - 1, WORDS, X_UNIT), None, DTYPE, True)
     _, p, fix = weighed(wide, top, DTYPE)
     y = (p * (fix * inv_l)[:, None]).to(OUT)
-    tl.store(part(y_ptr, step_y, last, COLS, Y_UNIT), y, mask=stored)
+    tl.store(tile_of(y_ptr, step_y, last, COLS, Y_UNIT), y, mask=stored)
     for back in range(1, last + 1):
         wide = widen(x, DTYPE)
-        x = fetch(part(x_ptr, step_x, tl.maximum(last - back - 1, 0), WORDS, X_UNIT), None, DTYPE, True)
+        x = fetch(tile_of(x_ptr, step_x, tl.maximum(last - back - 1, 0), WORDS, X_UNIT), None, DTYPE, True)
         _, p, fix = weighed(wide, top, DTYPE)
         y = (p * (fix * inv_l)[:, None]).to(OUT)
-        tl.store(part(y_ptr, step_y, last - back, COLS, Y_UNIT), y)
+        tl.store(tile_of(y_ptr, step_y, last - back, COLS, Y_UNIT), y)
 
 
 @triton.jit

@@ -16,7 +16,15 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
 from flashattn_lite.kernels.start import Starter, counters, on
-from flashattn_lite.kernels.tuning_softmax import VECTOR_BYTES, RingTile, SoftmaxTile, ring_tile, softmax_tile
+from flashattn_lite.kernels.tuning_softmax import (
+    VECTOR_BYTES,
+    WORD_BYTES,
+    RingTile,
+    SoftmaxTile,
+    ring_tile,
+    softmax_tile,
+    stats_tile,
+)
 from flashattn_lite.target import Target
 
 try:
@@ -24,7 +32,6 @@ try:
 except Exception:  # Gluon changes between versions of Triton: without it the other kernels serve
     ring_kernel = None
 
-WORD_BYTES = 4  # what the kernels load at once of rows between such addresses, if rows are multiples of it
 ROW_DIMS = 3  # row dimensions that the kernels decode
 PATIENCE = 256  # looks at others' parts, most of a microsecond each: far longer than neighbours differ. Not measured.
 INTERPRETED = 5  # SMs of the interpreter: so few that programs which stay take several units
@@ -112,9 +119,8 @@ def plan(
         ring = ring_for(cols, x.element_size(), align, target, sms)
         if ring:
             return [ring_launch(x, y, dims, cols, align, ring, sms)]
-    tile = tile or softmax_tile(
-        cols, x.element_size(), target, across=across, keeps=wants_softmax, wide=align == vector
-    )
+    choose = softmax_tile if wants_softmax else stats_tile
+    tile = tile or choose(cols, x.element_size(), target, across=across, wide=align == vector)
     tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
     sizes = (dims[1].size, dims[-1].size)
     x_steps = tuple(stride // align for stride in x_strides)

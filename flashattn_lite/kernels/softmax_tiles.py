@@ -98,14 +98,16 @@ def fetch(ptrs, there, DTYPE: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def load_tile(ptr, strides, at, number, offs_w, size_r, words, ALIGN: tl.constexpr, UNIT: tl.constexpr,
               ACROSS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
-    """`load` of a row's tile of that number, of several if not ONE.
+    """`load` of a row's tile, of several if not ONE: its number and its columns.
 
-    Where a word is all that is loaded at once, each would need a mask: full tiles have none.
+    Where a word is all that is loaded at once, each would need a mask: full tiles have none. Its columns are worked out
+    anew there, which takes 71 registers for 96; where loads are 16 bytes wide the caller counts them up, because anew
+    they cost 16 x 2^20 bfloat16 1.5%.
     """
     if EVEN or ONE or ACROSS or ALIGN > WIDTH:
         return load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, EVEN)
     else:
-        offs_w = columns(number, offs_w.shape[0])  # anew, which takes fewer registers
+        offs_w = columns(number, offs_w.shape[0])
         if (number + 1) * offs_w.shape[0] <= words:
             x = load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, True)
         else:
@@ -114,7 +116,7 @@ def load_tile(ptr, strides, at, number, offs_w, size_r, words, ALIGN: tl.constex
 
 
 @triton.jit
-def part(ptr, stride_n, number, N: tl.constexpr, UNIT: tl.constexpr):
+def tile_of(ptr, stride_n, number, N: tl.constexpr, UNIT: tl.constexpr):
     """Addresses [1, N] of tile `number` of a row that begins at ptr, from one address: so the others are constants."""
     ptr += tl.cast(number, tl.int64) * N * stride_n
     offs = tl.arange(0, N)[None, :]

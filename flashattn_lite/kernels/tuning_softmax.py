@@ -62,6 +62,7 @@ class RingTile:
 AnyTile = TypeVar("AnyTile", SoftmaxTile, RingTile)
 
 VECTOR_BYTES = 16  # the widest load of a thread
+WORD_BYTES = 4  # what is loaded at once of rows between such addresses, if they are multiples of it; cp.async's least
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
 # All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
@@ -71,9 +72,10 @@ NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 byt
 # Statistics, 32768 x 1024, 131072 x 512 and 2^19 x 64: bf16 3154, 3236, 2439, fp32 3758, 3966, 2780; twice the elements
 # and half the programs 3022, 3105, 2277, 3728, 3925, 2607; more of either in some better, in others worse.
 SHORT_COLUMNS = 1024
-SHORT = {True: SoftmaxTile(1, 1024, 1), False: SoftmaxTile(1, 1024, 1, programs=24)}  # by `keeps`
+SHORT, STATS_SHORT = SoftmaxTile(1, SHORT_COLUMNS, 1), SoftmaxTile(1, SHORT_COLUMNS, 1, programs=24)
 # Tiles of whole rows by bytes an element and by columns, a power of two; rows of more than the last are split. Of 2048
 # columns not measured.
+LONGEST_WHOLE = 1 << 15
 WHOLE = {
     2: {
         2048: SoftmaxTile(1, 2048, 4),
@@ -127,12 +129,11 @@ RING_SPLIT = {
 }
 # Longer rows, by bytes an element, and the columns past which.
 RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
-# Rows between 16-byte addresses of which cp.async copies 4 bytes at a time, from so many columns on. Of a copy, bf16:
+# Rows between 16-byte addresses of which cp.async copies 4 bytes at a time, past so many columns. Of a copy, bf16:
 # 50258 and 30522 columns 0.80 and 0.81 (six slots, two programs 0.74 and 0.77; swept 0.63 and 0.78; 30522 whole in the
 # ring 0.47), 8194 0.53 (swept 0.77); fp32: 30523, 50257 and 131073 0.84, 0.86 and 0.84 (swept 0.73, 0.75 and 0.61).
 RING_BETWEEN = {2: RING_LONG[2][1], 4: RING_SPLIT[4]}
-RING_BETWEEN_FROM = (1 << 14) + 1
-COPIED_BYTES = 4  # at least, by cp.async
+RING_BETWEEN_PAST = 1 << 14
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
@@ -158,33 +159,48 @@ SHORT_ACROSS = 4096  # elements of a tile of shorter rows that lie side by side:
 INTERPRETED = {False: 8192, True: 128}  # whole and split alike, by across: small, so that small tests enter both
 
 
-def softmax_tile(
-    cols: int, itemsize: int, target: Target, *, across: bool, keeps: bool, wide: bool = True
-) -> SoftmaxTile:
-    """The tile of the softmax kernels; `keeps` where the tile waits in registers for its sum, not for statistics.
+def softmax_tile(cols: int, itemsize: int, target: Target, *, across: bool, wide: bool) -> SoftmaxTile:
+    """The tile of a softmax: of whole rows, of rows that are swept, or of both of two launches.
 
     wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: never of
     the number of rows.
     """
     block = power_of_two(cols)
     if across:
-        return tile_across(block, target, keeps)
-    short = SHORT[keeps]
-    if block <= (SHORT_COLUMNS if wide or keeps else SHORT_COLUMNS // 2):
-        return replace(short, rows=short.cols // block, cols=block)
-    tiles = WHOLE[itemsize] if keeps else STATS_WHOLE
-    longest = max(tiles) if wide or not keeps else WHOLE_BETWEEN
-    if target.interpreting:
-        longest = min(longest, INTERPRETED[False])
-    tile = next((tile for most, tile in tiles.items() if block <= most <= longest), None)
-    if keeps:
-        tile = tile or next((tile for most, tile in SWEEP[itemsize].items() if block <= most), None)
-        if tile:
-            return tile
+        return tile_across(block, target, stats=False)
+    if block <= SHORT_COLUMNS:
+        return short_tile(SHORT, block)
+    whole = serving(WHOLE[itemsize], block, longest_whole(target) if wide else WHOLE_BETWEEN)
+    return whole or serving(SWEEP[itemsize], block) or stats_tile(cols, itemsize, target, across=False, wide=wide)
+
+
+def stats_tile(cols: int, itemsize: int, target: Target, *, across: bool, wide: bool) -> SoftmaxTile:
+    """The tile of statistics; a function of the same things."""
+    block = power_of_two(cols)
+    if across:
+        return tile_across(block, target, stats=True)
+    if block <= (SHORT_COLUMNS if wide else SHORT_COLUMNS // 2):
+        return short_tile(STATS_SHORT, block)
+    tile = serving(STATS_WHOLE, block, longest_whole(target))
     if tile is None:
         tile = of_length(cols, itemsize, STATS, STATS_LONG)
         tile = replace(tile, cols=INTERPRETED[False]) if target.interpreting else tile
     return tile if wide else replace(tile, cols=tile.cols // 2, steps=tile.steps * 2)
+
+
+def short_tile(tile: SoftmaxTile, block: int) -> SoftmaxTile:
+    """As many elements, of rows of so many columns."""
+    return replace(tile, rows=tile.cols // block, cols=block)
+
+
+def longest_whole(target: Target) -> int:
+    """Columns of the longest rows that one program has whole."""
+    return INTERPRETED[False] if target.interpreting else LONGEST_WHOLE
+
+
+def serving(tiles: dict[int, SoftmaxTile], block: int, longest: int | None = None) -> SoftmaxTile | None:
+    """The first tile of a table by columns that so many fit, none past `longest`."""
+    return next((tile for most, tile in tiles.items() if block <= most <= (longest or most)), None)
 
 
 def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[int, AnyTile]]) -> AnyTile:
@@ -199,12 +215,12 @@ def ring_tile(cols: int, itemsize: int, align: int, target: Target) -> RingTile 
     align: elements that divide the addresses of rows. A function of a row's length, element size and layout and of the
     GPU: never of the number of rows.
     """
-    if not target.is_cuda(80) or align * itemsize < COPIED_BYTES:
+    if not target.is_cuda(80) or align * itemsize < WORD_BYTES:
         return None
     block = power_of_two(cols)
     if align * itemsize < VECTOR_BYTES:
-        tile = RING_BETWEEN[itemsize] if cols >= RING_BETWEEN_FROM else None
-    elif block <= max(WHOLE[itemsize]):
+        tile = RING_BETWEEN[itemsize] if cols > RING_BETWEEN_PAST else None
+    elif block <= LONGEST_WHOLE:
         tile = RING_WHOLE.get((itemsize, block))
     else:
         tile = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
@@ -217,10 +233,10 @@ def ring_tile(cols: int, itemsize: int, align: int, target: Target) -> RingTile 
     return replace(tile, slots=slots, programs=min(tile.programs, fit[slots])) if fit[slots] else None
 
 
-def tile_across(block: int, target: Target, keeps: bool) -> SoftmaxTile:
+def tile_across(block: int, target: Target, *, stats: bool) -> SoftmaxTile:
     """Of rows that lie side by side, of up to so many columns."""
-    whole = INTERPRETED[True] if target.interpreting else WHOLE_ACROSS // NEIGHBOURS if keeps else STATS_ACROSS.cols
+    whole = INTERPRETED[True] if target.interpreting else STATS_ACROSS.cols if stats else WHOLE_ACROSS // NEIGHBOURS
     if block > whole:
         return replace(STATS_ACROSS, cols=min(STATS_ACROSS.cols, whole))
     rows = max(NEIGHBOURS, SHORT_ACROSS // block)
-    return SoftmaxTile(rows, block, max(rows * block // 1024, 4), programs=0 if keeps else 5)
+    return SoftmaxTile(rows, block, max(rows * block // 1024, 4), programs=5 if stats else 0)

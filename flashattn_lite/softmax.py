@@ -21,10 +21,10 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     One read and one write of x: rows too long for one thread block are shared by several, which find each other's sums
     on the way (NVIDIA GPUs from sm_80 on; on an H200 up to 1 million elements of 4 bytes, 3 million of 2). On other
-    GPUs, and where rows of more than 2048 elements lie between 16-byte addresses and are shorter than 16384 or no
-    multiple of 4 bytes, one block goes over its row twice, the second time from the L2 cache if it holds it. Longer
-    rows (on those ways past 2^18 elements), and rows of more than 512 that lie side by side in memory, take two reads
-    and one write, in two launches.
+    GPUs, and of a row whose elements lie apart, one block goes over its row twice, the second time from the L2 cache
+    if it holds it. Longer rows (on that way past 2^18 elements), and rows of more than 512 that lie side by side in
+    memory, take two reads and one write, in two launches. Rows that lie between 16-byte addresses are read by 16 bytes
+    all the same, up to 14 bytes of their neighbours' with them, which nothing is made of.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread

@@ -39,47 +39,68 @@ on_a_gpu = pytest.mark.skipif(targets.interpreting(), reason="ring_kernel is Glu
 
 
 @on_a_gpu
-@pytest.mark.parametrize("cols", [16392, 32768, 32776, 2**17 + 8, 2**20, 16386, 30522, 30524, 50258, 2**19 + 2])
+@pytest.mark.parametrize("cols", [16392, 32768, 32776, 2**17 + 8, 2**20, 4097, 30522, 50257, 60001, 2**19 + 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
     (one,), (many,) = planned(empty(1, cols, dtype=dtype)), planned(empty(1000, cols, dtype=dtype))
     assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
-    between = cols * dtype.itemsize % 16 != 0
-    align = (4 if between else 16) // dtype.itemsize
-    whole = cols <= 32768 and not between
-    assert names(one) == ["softmax_kernel" if whole and dtype == torch.float32 else "ring_kernel"]
+    vector = 16 // dtype.itemsize
+    between = cols % vector != 0
+    whole = cols <= (32768 if not between else 51192 if dtype.itemsize == 2 else 26620)
+    in_registers = dtype == torch.float32 and whole and not between
+    assert names(one) == ["softmax_kernel" if in_registers else "ring_kernel"]
     if one.kernel is kernels.ring_kernel:
-        assert one.kwargs["ALIGN"] == align
-        units, length, splits = one.args[5:8]
-        step = one.kwargs["COLS"]
-        assert (splits == 1) == whole and (splits - 1) * step < cols == length * one.kwargs["ALIGN"] <= splits * step
+        assert (one.kwargs["ALIGN"], one.kwargs["BETWEEN"], one.kwargs["ALIKE"]) == (vector, between, True)
+        units, length, splits = one.args[6:9]
+        step = one.kwargs["COLS"] - vector * between
+        assert (splits == 1) == whole and (splits - 1) * step < cols == length <= splits * step
         assert one.grid == (units,) == (splits,)
-        tile = ring_tile(cols, dtype.itemsize, align, HOPPER)
+        tile = ring_tile(cols, dtype.itemsize, HOPPER, wide=not between)
         assert many.grid == (1000 if whole else tile.programs * kernels.OFFLINE,)  # all of them on the GPU at once
 
 
 @on_a_gpu
 def test_a_ring_gives_up_a_slot_before_a_program() -> None:
-    on = {arch: ring_tile(2**17, 4, 4, Target("cuda", arch, f"sm_{arch}")) for arch in (80, 86, 90)}
+    on = {arch: ring_tile(2**17, 4, Target("cuda", arch, f"sm_{arch}"), wide=True) for arch in (80, 86, 90)}
     assert [(tile.slots, tile.programs) for tile in on.values()] == [(5, 2), (6, 1), (6, 2)]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_rows_between_addresses_are_whole_where_two_have_a_place(itemsize: int, stats: bool) -> None:
+    """By every length: a slot holds the row wherever it begins, chunks are equal, the last of them is needed."""
+    for arch in (80, 86, 90):
+        target = Target("cuda", arch, f"sm_{arch}")
+        for cols in range(1, 60_000, 37):
+            tile = ring_tile(cols, itemsize, target, wide=False, stats=stats)
+            if tile is None:
+                assert stats or cols <= 2048
+                continue
+            chunk, vector = tile.cols // tile.chunks, 16 // itemsize
+            assert chunk * tile.chunks == tile.cols and chunk & (chunk - 1) == 0 and chunk % (32 * tile.num_warps) == 0
+            if tile.split(cols) == 1:
+                assert cols + vector <= tile.cols and tile.cols - cols <= max(vector + chunk, tile.cols // 4)
+                assert tile.fit(1, itemsize, target) >= 2 and tile.lag == 0 and tile.slots == 1
+            else:
+                assert not stats and tile.lag > 0 and tile.slots > tile.lag + 1
 
 
 @on_a_gpu
 def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     long, whole = empty(16, 2**20), empty(64, 32768)
     assert names(*planned(long), *planned(whole), *planned(empty(16, 2**21))) == ["ring_kernel"] * 3
-    between = [empty(16, 2**17 + 2), empty(16, 2**20 + 1, dtype=torch.float32), empty(16, 40008)[:, 2:40000]]
-    assert names(*(launch for x in between for launch in planned(x))) == ["ring_kernel"] * 3
-    # What cp.async can't copy: single elements of two bytes, and elements that lie apart.
-    alone = [empty(16, 2**17 + 3), empty(16, 2**17 + 8)[:, 3:], empty(16, 2**17, 2)[:, :, 0]]
-    assert names(*(launch for x in alone for launch in planned(x))) == ["sweep_kernel"] * 3
+    between = [empty(16, 2**17 + 3), empty(16, 2**20 + 1, dtype=torch.float32), empty(16, 40008)[:, 2:40000]]
+    between += [empty(16, 2**17 + 8)[:, 3:], empty(16, 2**20 + 3)]
+    assert names(*(launch for x in between for launch in planned(x))) == ["ring_kernel"] * 5
     two, one = ["stats_kernel", "normalise_kernel"], ["sweep_kernel"]
-    assert names(*planned(empty(16, 2**20 + 3))) == two
+    assert names(*planned(empty(16, 2**17, 2)[:, :, 0])) == one  # elements that lie apart
     assert names(*planned(empty(2**20, 16), 0)) == two
-    assert names(*planned(empty(16, 2**22))) == two  # more units of a row than have a place at once
+    assert names(*planned(empty(16, 2**23))) == two  # more units of a row than have a place at once
     old, amd = Target("cuda", 75, "sm_75"), Target("hip", "gfx942", "gfx942")
     assert names(*planned(long, target=old), *planned(whole, target=old)) == [*two, "softmax_kernel"]
     assert names(*planned(long, target=amd), *planned(empty(16, 2**17), target=amd)) == two + one
+    assert names(*planned(empty(16, 50257), target=amd), *planned(empty(16, 50257), target=old)) == one * 2
     assert names(*planned(long, target=Target("cuda", 86, "sm_86"))) == ["ring_kernel"]  # 99 KiB: one program an SM
     # float32: 256 units of a row, but 132 programs
     assert names(*planned(long.float(), target=Target("cuda", 86, "sm_86"))) == two
@@ -90,9 +111,20 @@ def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(*planned(long), *planned(empty(16, 2**17)), *planned(whole)) == [*two, *one, "softmax_kernel"]
 
 
+@on_a_gpu
+def test_a_result_that_lies_as_its_rows_do_is_stored_by_16_bytes() -> None:
+    whole = empty(9, 5003)
+    cut = whole[:, 2:]
+    results = {"its own": torch.empty_like(whole), "a cut": cut, "another row": empty(10, 5003)[1:]}
+    alike = {
+        name: kernels.plan(whole[:, : y.shape[1]], (y,), 1, HOPPER)[0].kwargs["ALIKE"] for name, y in results.items()
+    }
+    assert alike == {"its own": True, "a cut": False, "another row": False}
+
+
 def test_a_tensor_that_starts_between_words_is_not_aligned() -> None:
-    memory = torch.zeros(8 * 4096 + 8, dtype=torch.float16)
-    views = [memory[at:][: 8 * 4096].view(8, 4096) for at in (0, 1, 2, 4, 8)]
+    memory = torch.zeros(8 * 1000 + 8, dtype=torch.float16)
+    views = [memory[at:][: 8 * 1000].view(8, 1000) for at in (0, 1, 2, 4, 8)]
     assert [planned(x)[0].kwargs["ALIGN"] for x in views] == [8, 1, 2, 2, 8]
 
 
@@ -109,6 +141,7 @@ def test_a_prepared_ring_brings_every_argument_in_its_place(cols: int, monkeypat
     given = dict(zip(launch.kernel.arg_names, started[0], strict=True)) | options
     words, others = known.pop("parts_ptr"), given.pop("parts_ptr")
     counter, another = known.pop("counter_ptr"), given.pop("counter_ptr")
+    assert known.pop("l_ptr") is launch.args[1] and given.pop("l_ptr") is x  # nobody's
     assert known == given
     if cols == 32768:
         assert words is others is counter is another is x

@@ -172,9 +172,9 @@ def test_a_tile_hangs_on_the_row_alone(across: bool, dtype: torch.dtype) -> None
 
 
 def swept(cols: int, dtype: torch.dtype) -> kernels.Launch | None:
-    """The launch that sweeps rows of so many columns on Hopper, if they are swept."""
+    """The launch that sweeps rows of so many columns on a GPU without cp.async, if they are swept."""
     x = torch.empty(3, cols, dtype=dtype, device="meta")
-    launches = kernels.plan(x, (torch.empty_like(x),), 1, Target("cuda", 90, "sm_90"))
+    launches = kernels.plan(x, (torch.empty_like(x),), 1, Target("cuda", 75, "sm_75"))
     assert launches is not None
     return launches[0] if launches[0].kernel is kernels.sweep_kernel else None
 
@@ -182,8 +182,7 @@ def swept(cols: int, dtype: torch.dtype) -> kernels.Launch | None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_between_addresses_are_swept_in_more_than_one_tile(dtype: torch.dtype) -> None:
     """sweep_kernel reads its first tile without a mask."""
-    lengths = [2049, 4097, 8193, 16383, *([32767, 2**18 - 1] if dtype.itemsize == 2 else [])]
-    for cols in lengths:
+    for cols in (2049, 4097, 8193, 16383, 32767, 2**18 - 1):
         launch = swept(cols, dtype)
         assert launch is not None and launch.kwargs["COLS"] < cols and launch.grid == (3,)
     for cols in (2047, 4096, 32768, 2**18 + 1):

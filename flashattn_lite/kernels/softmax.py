@@ -15,11 +15,12 @@ parts of a row are merged in one order, pairwise, so that a row has the same bit
 | kernel | programs of a row | bytes moved |
 | --- | --- | --- |
 | softmax_kernel | one | one read, one write: the row stays in registers |
-| sweep_kernel | one, tile after tile, twice | the same, if L2 holds the rows at work: rows between 16-byte addresses |
-| ring_kernel (softmax_ring.py) | its splits, all on the GPU at once | the same, of long rows, in shared memory |
+| sweep_kernel | one, tile after tile, twice | the same, if L2 holds the rows at work: where the ring does not serve |
+| ring_kernel (softmax_ring.py) | its splits, all on the GPU at once | one read, one write: long rows and odd ones |
 | stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer still |
 
 stats_kernel alone is `softmax_stats`: always one read; of a row's splits the one that comes last merges the parts.
+Where rows lie between 16-byte addresses and fit, ring_kernel takes its place.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
 """
 

@@ -115,12 +115,13 @@ def plan(
     align = math.gcd(vector, *divisible) if cols and not across else 1
     align = vector if align == vector else math.gcd(align, WORD_BYTES // x.element_size())
     sms = processors(x, target)
-    if tile is None and wants_softmax and not across and x_unit and y_unit and x.dtype == y.dtype:
-        ring = ring_for(cols, x.element_size(), align, target, sms)
+    wide = align == vector
+    if tile is None and x_unit and not across and (y_unit and x.dtype == y.dtype if wants_softmax else not wide):
+        ring = ring_for(cols, x.element_size(), target, sms, wide=wide, stats=not wants_softmax)
         if ring:
-            return [ring_launch(x, y, dims, cols, align, ring, sms)]
+            return [ring_launch(x, results, dims, cols, wide, ring, sms)]
     choose = softmax_tile if wants_softmax else stats_tile
-    tile = tile or choose(cols, x.element_size(), target, across=across, wide=align == vector)
+    tile = tile or choose(cols, x.element_size(), target, across=across, wide=wide)
     tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
     sizes = (dims[1].size, dims[-1].size)
     x_steps = tuple(stride // align for stride in x_strides)
@@ -158,24 +159,33 @@ def plan(
     return launches
 
 
-def ring_for(cols: int, itemsize: int, align: int, target: Target, sms: int) -> RingTile | None:
+def ring_for(cols: int, itemsize: int, target: Target, sms: int, *, wide: bool, stats: bool) -> RingTile | None:
     """The tile of ring_kernel for such rows; None where it does not serve."""
-    tile = ring_tile(cols, itemsize, align, target) if ring_kernel else None
+    tile = ring_tile(cols, itemsize, target, wide=wide, stats=stats) if ring_kernel else None
     # Of a split row all units must have a place at once.
     return tile if tile and tile.split(cols) <= max(1, tile.programs * sms) else None
 
 
-def ring_launch(x: Tensor, y: Tensor, dims: list[RowDim], cols: int, align: int, tile: RingTile, sms: int) -> Launch:
-    """What writes softmax(x) into y by ring_kernel."""
+def ring_launch(
+    x: Tensor, results: Results, dims: list[RowDim], cols: int, wide: bool, tile: RingTile, sms: int
+) -> Launch:
+    """What writes softmax(x) into (y,), or its statistics into (m, l), by ring_kernel; wide: rows lie at 16 bytes."""
+    y, stats = results[0], len(results) == 2
     splits = tile.split(cols)
     units = math.prod(d.size for d in dims) * splits
-    steps = [d.stride_x // align for d in dims] + [d.stride_y // align for d in dims]
-    args = (x, y, *room_for(x, units, splits), units, cols // align, splits, dims[1].size, dims[2].size, *steps)
-    width = 4 // x.element_size()
+    vector, width = VECTOR_BYTES // x.element_size(), WORD_BYTES // x.element_size()
+    lead_x, lead_y = (t.data_ptr() % VECTOR_BYTES // t.element_size() for t in (x, y))
+    alike = all((d.stride_x - d.stride_y) % vector == 0 for d in dims if d.size != 1) and lead_x == lead_y
+    strides = [d.stride_x for d in dims] + [d.stride_y for d in dims]
+    lengths = (units, cols, splits, dims[1].size, dims[2].size)
+    args = (x, y, results[-1], *room_for(x, units, splits), *lengths, *strides, lead_x, 0 if stats else lead_y)
     shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
-    shape |= {"PATIENCE": PATIENCE, "ALIGN": align, "EVEN": cols == splits * tile.cols, "WIDTH": width}
+    shape |= {"PATIENCE": PATIENCE, "ALIGN": vector, "EVEN": wide and cols == splits * tile.cols, "WIDTH": width}
     shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks, "AGAIN": tile.again}
+    shape |= {"BETWEEN": not wide, "ALIKE": alike or stats, "STATS": stats}
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
     programs = min(units, tile.programs * sms) if tile.programs else units
     return Launch(ring_kernel, (programs,), args, shape | options)
 
@@ -277,7 +287,8 @@ class Ready:
         fresh = 0  # arguments behind the tensors that each call brings anew
         self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
         if "epoch" in known:
-            fresh, self.room = 3, lambda x: room_for(x, units, splits)
+            unused = 3 - tensors  # of a softmax no sums are stored
+            fresh, self.room = 3 + unused, lambda x: (*(x,) * unused, *room_for(x, units, splits))
         elif splits > 1 and "m_parts_ptr" in known:
             parts = known["m_parts_ptr"].numel()
             fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))

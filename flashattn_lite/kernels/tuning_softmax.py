@@ -41,9 +41,10 @@ class SoftmaxTile:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Columns of a unit of ring_kernel, warps, slots of the ring, units that lie between one and its output.
+    """Columns of a slot of ring_kernel, warps, slots of the ring, units that lie between one and its output.
 
     A unit is taken in so many chunks, and twice if `again`. `programs`: as in SoftmaxTile, but of 0 none looks ahead.
+    `spare`: columns by which a unit is shorter than its slot, of rows between 16-byte addresses. `registers`: as there.
     """
 
     cols: int
@@ -53,16 +54,24 @@ class RingTile:
     programs: int = 0
     chunks: int = 1
     again: bool = False
+    spare: int = 0
+    registers: int = 0
 
     def split(self, cols: int) -> int:
         """How many units a row of that many columns is."""
-        return -(-cols // self.cols)
+        return -(-cols // (self.cols - self.spare))
+
+    def fit(self, slots: int, itemsize: int, target: Target) -> int:
+        """How many programs with so many slots have a place on an SM."""
+        turned = 4 * self.cols // self.chunks if self.spare else 0  # a float32 sum for each place in a chunk
+        taken = slots * self.cols * itemsize + turned + RING_STATES + SHARED_RESERVED
+        return (shared_bytes(target) + SHARED_RESERVED) // taken
 
 
 AnyTile = TypeVar("AnyTile", SoftmaxTile, RingTile)
 
 VECTOR_BYTES = 16  # the widest load of a thread
-WORD_BYTES = 4  # what is loaded at once of rows between such addresses, if they are multiples of it; cp.async's least
+WORD_BYTES = 4  # of ring_kernel's words, and what else is loaded at once of rows between such addresses, if it can be
 MOST_PARTS = 4096  # parts that one program merges, all its rows together: 16 KiB of m and 16 of l
 NEIGHBOURS = 32  # rows that lie side by side in memory and share a tile: 64 bytes of float16, two sectors
 # All that follows: H200, short runs, GB/s of one read and one write (statistics: of one read), bf16 / fp32. "Stay":
@@ -93,11 +102,12 @@ WHOLE = {
         32768: SoftmaxTile(1, 32768, 16),  # 8192 rows: 4171; * 4130 with 32; a copy 4233
     },
 }
-# Rows between 16-byte addresses. Up to WHOLE_BETWEEN columns they are tiles of whole rows all the same; longer ones are
-# swept, in tiles by bytes an element and by columns, a power of two, and those longer still take two launches. Of a
-# copy, bf16 / fp32: 4097 columns 0.72 / 0.94 (torch 0.29 / 0.58, whole rows 0.35 / 0.68), 8193 0.72 / 0.87 (0.24 /
-# 0.44, 0.27 / 0.50), bf16 30523, 50257 and 131073 0.66, 0.60 and 0.51 (0.42, 0.55, 0.43); with 4096 columns and 16 or 8
-# warps 0.63, 0.57 and 0.48, with 8192 and 32 0.48, 0.51 and 0.50. Eviction hints of both kinds: level or less.
+# Rows between 16-byte addresses where the ring does not serve. Up to WHOLE_BETWEEN columns they are tiles of whole rows
+# all the same; longer ones are swept, in tiles by bytes an element and by columns, a power of two, and those longer
+# still take two launches. Of a copy, bf16 / fp32: 4097 columns 0.72 / 0.94 (torch 0.29 / 0.58, whole rows 0.35 / 0.68),
+# 8193 0.72 / 0.87 (0.24 / 0.44, 0.27 / 0.50), bf16 30523, 50257 and 131073 0.66, 0.60 and 0.51 (0.42, 0.55, 0.43); with
+# 4096 columns and 16 or 8 warps 0.63, 0.57 and 0.48, with 8192 and 32 0.48, 0.51 and 0.50. Eviction hints of both
+# kinds: level or less.
 WHOLE_BETWEEN = 2048
 SWEEP = {
     2: {
@@ -129,11 +139,31 @@ RING_SPLIT = {
 }
 # Longer rows, by bytes an element, and the columns past which.
 RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
-# Rows between 16-byte addresses of which cp.async copies 4 bytes at a time, past so many columns. Of a copy, bf16:
-# 50258 and 30522 columns 0.80 and 0.81 (six slots, two programs 0.74 and 0.77; swept 0.63 and 0.78; 30522 whole in the
-# ring 0.47), 8194 0.53 (swept 0.77); fp32: 30523, 50257 and 131073 0.84, 0.86 and 0.84 (swept 0.73, 0.75 and 0.61).
-RING_BETWEEN = {2: RING_LONG[2][1], 4: RING_SPLIT[4]}
-RING_BETWEEN_PAST = 1 << 14
+# Rows between 16-byte addresses, by bytes an element: the columns past which the ring serves, and of rows that are one
+# unit the columns up to which so many warps and registers a thread do. Of a copy, bf16: 1537 columns 0.94 with these,
+# 4097 0.95, 8193 0.95, 16387 0.95, 30523 0.94, 50257 0.93 (swept 0.70, 0.74, 0.75, 0.58, 0.65, 0.63; torch 0.42, 0.29,
+# 0.24, 0.34, 0.43, 0.55); twice the warps 0.69, 0.79, 0.69, 0.93, 0.81, 0.64; half of them, 4097 to 30523: 0.90, 0.94,
+# -, 0.86. fp32: 4097 0.98 (swept 0.90), 8193 0.95 (0.89), 16387 0.95 (0.79); 1537 0.97, by softmax_kernel 0.99.
+RING_BETWEEN = {
+    2: (1024, ((2040, 1, 64), (4600, 2, 64), (9208, 4, 64), (17400, 4, 96), (34808, 8, 64), (51192, 8, 96))),
+    4: (2048, ((5116, 8, 48), (9212, 8, 64), (26620, 16, 64))),
+}
+# Longer ones, split. bf16, 60001, 131073 and 1000001 columns: 0.79, 0.80, 0.74 (swept 0.60, 0.52, -); six slots, lag 3
+# and two programs 0.65, 0.66, 0.66, with four chunks 0.54, 0.54, -; three slots, lag 1 and four programs 0.81, 0.80,
+# 0.71; units of twice the size, three slots, lag 1 0.79, 0.74, -. fp32, 50257, 131073 and 1000001: 0.93, 0.92, 0.75;
+# six slots and two programs 0.89, 0.88, 0.79; by copies of 4 bytes 0.85, 0.83, -.
+RING_BETWEEN_SPLIT = {
+    2: RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=8, registers=168),
+    4: RingTile(4096, 4, slots=4, lag=2, programs=3, chunks=8, registers=168),
+}
+# Their statistics, where a row is one unit. Of a read, bf16: 1537 columns 0.74, 4097 0.90, 8193 0.92, 16387 0.91, 30523
+# 0.88, 50257 0.81 (stats_kernel 0.60, 0.47, 0.63, 0.74, 0.80, 0.62); fp32 4097 0.94 (0.79), 16387 0.89 (0.95). With a
+# second slot for the row that comes, 4097: 0.72.
+STATS_RING_BETWEEN = {
+    2: (1024, ((2040, 1, 48), (4344, 1, 96), (8696, 2, 96), (17400, 4, 96), (30712, 4, 128), (51192, 8, 96))),
+    4: (2048, ((4604, 4, 64), (9212, 4, 96))),
+}
+CHUNKS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 21, 25, 30)  # that a row may be: for each number a kernel is compiled
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
@@ -209,28 +239,42 @@ def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[i
     return other if cols > limit else tile
 
 
-def ring_tile(cols: int, itemsize: int, align: int, target: Target) -> RingTile | None:
+def ring_tile(cols: int, itemsize: int, target: Target, *, wide: bool, stats: bool = False) -> RingTile | None:
     """The tile of ring_kernel, with as many programs an SM as fit; None: rows are another's.
 
-    align: elements that divide the addresses of rows. A function of a row's length, element size and layout and of the
-    GPU: never of the number of rows.
+    wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: never of
+    the number of rows.
     """
-    if not target.is_cuda(80) or align * itemsize < WORD_BYTES:
+    if not target.is_cuda(80) or (stats and wide):
         return None
-    block = power_of_two(cols)
-    if align * itemsize < VECTOR_BYTES:
-        tile = RING_BETWEEN[itemsize] if cols > RING_BETWEEN_PAST else None
-    elif block <= LONGEST_WHOLE:
-        tile = RING_WHOLE.get((itemsize, block))
+    if not wide:
+        tile = between_tile(cols, itemsize, target, stats)
+    elif cols <= LONGEST_WHOLE:
+        tile = RING_WHOLE.get((itemsize, power_of_two(cols)))
     else:
         tile = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
     if tile is None:
         return None
-    unit, shared = tile.cols * itemsize, shared_bytes(target) + SHARED_RESERVED
-    fit = {n: shared // (n * unit + RING_STATES + SHARED_RESERVED) for n in range(tile.slots, 0, -1)}
+    fit = {n: tile.fit(n, itemsize, target) for n in range(tile.slots, 0, -1)}
     # A shorter ring rather than fewer programs, as long as the copy of a unit is on its way.
     slots = next((n for n in fit if n > tile.lag + 1 and fit[n] >= tile.programs), tile.slots)
     return replace(tile, slots=slots, programs=min(tile.programs, fit[slots])) if fit[slots] else None
+
+
+def between_tile(cols: int, itemsize: int, target: Target, stats: bool) -> RingTile | None:
+    """Of rows between 16-byte addresses: of whole rows, if two have a place on an SM, or of split ones."""
+    past, whole = (STATS_RING_BETWEEN if stats else RING_BETWEEN)[itemsize]
+    if cols <= past:
+        return None
+    vector = VECTOR_BYTES // itemsize
+    for most, num_warps, registers in whole:
+        if cols <= most:
+            chunk = 32 * num_warps * vector
+            chunks = next(count for count in CHUNKS if cols + vector <= count * chunk)
+            tile = RingTile(chunks * chunk, num_warps, chunks=chunks, spare=vector, registers=registers)
+            if tile.fit(1, itemsize, target) >= 2:
+                return tile
+    return None if stats else replace(RING_BETWEEN_SPLIT[itemsize], spare=vector)
 
 
 def tile_across(block: int, target: Target, *, stats: bool) -> SoftmaxTile:

@@ -1,0 +1,119 @@
+"""A unit of a row in its slot of the ring: its state, its output, a chunk at a time."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn_lite.kernels.device.state import LOG2E, reference, weights
+from flashattn_lite.kernels.gluon_names import barrier
+from flashattn_lite.kernels.softmax_exchange import of_all, offsets
+from flashattn_lite.kernels.softmax_tiles import larger_bfloat16, larger_float16, tops, widen
+from flashattn_lite.kernels.softmax_window import chunk_of, store_between, turned, within
+
+
+@gluon.jit
+def weighed(x, top, DTYPE: gl.constexpr):
+    """(p [M, N], fix [M]) of x in natural units: p * fix = exp(x - top). The twin of `softmax.weighed`, its reasons."""
+    origin = reference(top)
+    if DTYPE.primitive_bitwidth == 16:
+        scale = gl.where(gl.abs(origin) < 65536.0, LOG2E, 1.0)
+        m_ref = origin * scale
+        return weights(x, scale[:, None], m_ref), gl.exp2(-gl.fma(origin, scale, -m_ref))
+    else:
+        zero = gl.zeros_like(origin)
+        return weights(x - origin[:, None], LOG2E, zero), zero + 1.0
+
+
+@gluon.jit
+def larger(a, b, dtype: gl.constexpr):
+    """The larger of each element of tiles as they were loaded; NaN is passed over."""
+    if a.dtype != gl.int32:
+        return gl.maximum(a, b)
+    elif dtype == gl.bfloat16:
+        return larger_bfloat16(a, b)
+    else:
+        return larger_float16(a, b)
+
+
+@gluon.jit
+def loaded(source, at, window, c: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr, EVEN: gl.constexpr,
+           BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
+           RING: gl.constexpr):  # fmt: skip
+    """Chunk c of a unit as words [WARPS, WORDS / CHUNKS / WARPS], of the slot `at` of the ring or of global memory."""
+    if RING:
+        return source[c].index(at).load(TILE)
+    else:
+        ptrs = source + at + c * (WORDS // CHUNKS) + offsets(WORDS // CHUNKS, TILE)
+        if EVEN:
+            return gl.load(ptrs)
+        else:
+            part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
+            x = gl.load(ptrs, mask=offsets(WORDS // CHUNKS, TILE) < part[2], other=0)
+            return within(x, part, DTYPE, BETWEEN, TILE)
+
+
+@gluon.jit
+def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.constexpr, EVEN: gl.constexpr,
+                BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, BOTH: gl.constexpr,
+                TILE: gl.constexpr, RING: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
+    """Each warp puts (top, l_i) of its share of a unit into rooms for the others.
+
+    BETWEEN: top is the whole unit's, which a warp's share is not by the same elements wherever the row begins. AGAIN,
+    and then too: elements are loaded again for their exponentials, not kept in registers.
+    """
+    best = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
+    for c in gl.static_range(1, CHUNKS):
+        x = loaded(source, at, window, c, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
+        best = larger(best, x, DTYPE)
+    wide = widen(best, DTYPE)
+    top = gl.convert_layout(tops(best, wide, DTYPE, BOTH), gl.SliceLayout(1, wide.type.layout), assert_trivial=True)
+    if BETWEEN:
+        rooms[2].store(top)
+    if RING and (AGAIN or BETWEEN):
+        barrier()  # else the compiler takes the first loads' values and keeps them
+    if BETWEEN:
+        top = gl.zeros_like(top) + gl.max(of_all(rooms[2]), 0)
+    x = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
+    l_i, fix = weighed(widen(x, DTYPE), top, DTYPE)
+    for c in gl.static_range(1, CHUNKS):
+        x = loaded(source, at, window, c, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
+        p, _ = weighed(widen(x, DTYPE), top, DTYPE)
+        l_i += p
+    if BETWEEN:
+        l_i = turned(l_i, window[0])
+    rooms[0].store(top)
+    rooms[1].store(gl.sum(l_i, 1) * fix)
+
+
+@gluon.jit
+def clear(ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, BETWEEN: gl.constexpr, WIDTH: gl.constexpr,
+          DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+    """-inf for what is not the unit's in its slot of the ring."""
+    for c in gl.static_range(CHUNKS):
+        part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
+        if (part[0] > 0) | (part[1] < WORDS // CHUNKS * WIDTH):
+            slot = ring[c].index(at)
+            slot.store(within(slot.load(TILE), part, DTYPE, BETWEEN, TILE))
+
+
+@gluon.jit
+def write(y_ptr, start, ring, slot, window, top, inv_l, CHUNKS: gl.constexpr, COLS: gl.constexpr, EVEN: gl.constexpr,
+          BETWEEN: gl.constexpr, ALIKE: gl.constexpr, ALIGN: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
+          WIDE: gl.constexpr):  # fmt: skip
+    """Writes y = exp(x - top) * inv_l of the unit in a slot of the ring; its first element to start, 64-bit."""
+    y_ptr += start - window[0]
+    if ALIKE:
+        y_ptr = gl.multiple_of(y_ptr, 16)
+    top = gl.full([gl.num_warps()], top, gl.float32, gl.SliceLayout(1, WIDE))
+    for c in gl.static_range(CHUNKS):
+        p, fix = weighed(widen(ring[c].index(slot).load(TILE), DTYPE), top, DTYPE)
+        y = (p * (fix * inv_l)[:, None]).to(y_ptr.dtype.element_ty)
+        part, ptr = chunk_of(window, c, COLS // CHUNKS, 1), y_ptr + c * (COLS // CHUNKS)
+        if BETWEEN:
+            store_between(ptr, y, part, ALIGN, ALIKE)
+        elif EVEN:
+            gl.store(ptr + offsets(COLS // CHUNKS, WIDE), y)
+        else:
+            offs_n = offsets(COLS // CHUNKS, WIDE)
+            gl.store(ptr + offs_n, y, mask=offs_n < part[1] // ALIGN * ALIGN)

@@ -1,0 +1,110 @@
+"""Where units of rows lie in memory and in their slots of the ring, which are copied by 16 bytes at once.
+
+A slot begins at a 16-byte address. Where rows do too, a unit is its slot's COLS elements. BETWEEN: where they do not, a
+unit is elements `lead` to `end` of its slot, and by 16 bytes shorter; what else its first and last 16 bytes hold is its
+neighbours', read and replaced by -inf. All the same a row has the same bits wherever it lies: a maximum knows no order,
+and a thread's sums, one for each place in a chunk, are taken in the places that they would have with lead 0 (`turned`).
+What a turn takes around the end is a chunk late: its first summand is 0 then.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashattn_lite.kernels.device.integers import divided
+from flashattn_lite.kernels.softmax_exchange import offsets
+
+
+@gluon.jit
+def start_of(unit, sizes, strides, OWN: gl.constexpr, FLAT: gl.constexpr, PARTS: gl.constexpr):
+    """(where a unit of OWN columns starts, in elements, 64-bit; its tile; its split).
+
+    strides: of the three row dimensions, and where the first row starts.
+    """
+    splits, size_1, size_r = sizes
+    stride_0, stride_1, stride_r, first = strides
+    tile, split = unit, unit * 0
+    if PARTS > 1:
+        tile, split = divided(unit, splits)
+    if FLAT:
+        start = first + tile.to(gl.int64) * stride_r
+    else:
+        outer, inner = divided(tile, size_r.to(gl.int32))
+        i_0, i_1 = divided(outer, size_1)
+        start = first + i_0.to(gl.int64) * stride_0 + i_1.to(gl.int64) * stride_1 + inner.to(gl.int64) * stride_r
+    return start + split.to(gl.int64) * OWN, tile, split
+
+
+@gluon.jit
+def slot_of(unit, cols, sizes, strides, COLS: gl.constexpr, PARTS: gl.constexpr, ALIGN: gl.constexpr,
+            FLAT: gl.constexpr, BETWEEN: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """Where a unit's slot starts in memory, in words, 64-bit; and its window: (lead, end, words up to there)."""
+    OWN: gl.constexpr = COLS - ALIGN if BETWEEN else COLS
+    start, _, split = start_of(unit, sizes, strides, OWN, FLAT, PARTS)
+    lead = split * 0
+    if BETWEEN:
+        lead = (start & (ALIGN - 1)).to(gl.int32)
+    end = lead + gl.minimum(cols - split.to(gl.int64) * OWN, OWN).to(gl.int32)
+    # Multiples of 16 bytes, as the compiler sees.
+    return start // ALIGN * (ALIGN // WIDTH), (lead, end, (end + ALIGN - 1) // ALIGN * (ALIGN // WIDTH))
+
+
+@gluon.jit
+def chunk_of(window, c: gl.constexpr, CHUNK: gl.constexpr, WIDTH: gl.constexpr):
+    """A window as seen from chunk c of CHUNK words: so all chunks share the few offsets that a thread holds."""
+    lead, end, words = window
+    return lead - c * CHUNK * WIDTH, end - c * CHUNK * WIDTH, words - c * CHUNK
+
+
+@gluon.jit
+def within(x, window, dtype: gl.constexpr, BETWEEN: gl.constexpr, TILE: gl.constexpr):
+    """Words x [WARPS, N] of a chunk, with -inf, which adds 0 to a sum, for elements that are not the unit's."""
+    lead, end, words = window
+    offs_w = offsets(x.shape[0] * x.shape[1], TILE)
+    if dtype == gl.bfloat16:
+        beyond: gl.constexpr = -0x007F0080  # -inf, twice
+    elif dtype == gl.float16:
+        beyond: gl.constexpr = -0x03FF0400
+    else:
+        beyond: gl.constexpr = float("-inf")
+    if not BETWEEN:
+        return gl.where(offs_w < words, x, beyond)
+    elif x.dtype == gl.int32:
+        low = gl.where((2 * offs_w >= lead) & (2 * offs_w < end), x, beyond)
+        high = gl.where((2 * offs_w + 1 >= lead) & (2 * offs_w + 1 < end), x, beyond)
+        return (low & 0xFFFF) | (high & -65536)
+    else:
+        return gl.where((offs_w >= lead) & (offs_w < end), x, beyond)
+
+
+@gluon.jit
+def turned(l_i, lead):
+    """l_i [M, N], in which elements follow row after row, from its element `lead` on, around."""
+    COUNT: gl.constexpr = l_i.shape[0] * l_i.shape[1]
+    flat = gl.reshape(l_i, [COUNT])
+    flat = gl.gather(flat, (gl.arange(0, COUNT, layout=flat.type.layout) + lead) & (COUNT - 1), 0)
+    return gl.convert_layout(gl.reshape(flat, l_i.shape), l_i.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_between(ptr, y, window, ALIGN: gl.constexpr, ALIKE: gl.constexpr):
+    """Stores the unit's of y [WARPS, N], a chunk whose place in memory starts at ptr.
+
+    ALIKE: ptr is a 16-byte address. Where it is not, what lies side by side is stored by neighbours in a warp.
+    """
+    CHUNK: gl.constexpr = y.shape[0] * y.shape[1]
+    STEP: gl.constexpr = ALIGN if ALIKE else 1
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP], [1, 32], [gl.num_warps(), 1], [1, 0])
+    lead, end, _ = window
+    y, offs_n = gl.convert_layout(y, LAYOUT), offsets(CHUNK, LAYOUT)
+    if (lead <= 0) & (end >= CHUNK):
+        gl.store(ptr + offs_n, y)
+    else:
+        here = (offs_n >= lead) & (offs_n < end)
+        if ALIKE:
+            first, last = gl.maximum(lead + ALIGN - 1, 0) // ALIGN * ALIGN, gl.maximum(end, 0) // ALIGN * ALIGN
+            inner = (offs_n >= first) & (offs_n < last)
+            gl.store(ptr + offs_n, y, mask=inner)
+            here = here & (inner == 0)
+        gl.store(ptr + offs_n, y, mask=here)

@@ -169,7 +169,7 @@ def packed_cells(rows: Sequence[Row]) -> Cells:
 def softmax(rows: Sequence[Row]) -> list[str]:
     """GB/s, bf16 / fp32: softmax beside a copy, statistics beside a read."""
     ran = {row["provider"] for row in rows if row["metric"] == "gbps"}
-    peers = {"quack": "Quack", "torch.compile": "torch.compile", "torch": "torch"}
+    peers = {"quack": "Quack", "liger": "Liger", "torch.compile": "torch.compile", "torch": "torch"}
     shown = {name: text for name, text in peers.items() if name in ran}
     lines = header("bf16 / fp32", "copy", "ours", *shown.values(), "to the copy", "to the best peer")
     for shape, pair in bandwidths(rows, "softmax"):
@@ -180,11 +180,6 @@ def softmax(rows: Sequence[Row]) -> list[str]:
     for shape, pair in bandwidths(rows, "softmax_stats"):
         lines.append(line(shape, *(joined(pair, name) for name in ("read", OURS, "torch amax")), ratios(pair, "read")))
     return lines
-
-
-def between_addresses(rows: Sequence[Row]) -> list[Row]:
-    """Those of an odd number of columns, whose rows lie between 16-byte addresses."""
-    return [row for row in rows if row["cols"] and int(row["cols"]) % 2]
 
 
 def bandwidths(rows: Sequence[Row], op: str) -> Iterator[tuple[str, list[Speeds]]]:
@@ -222,7 +217,6 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "packed": lambda read: packed(read("packed")),
     "packed_each": packed_each,
     "softmax": lambda read: softmax(read("softmax")),
-    "softmax_between": lambda read: softmax(between_addresses(read("softmax_between"))),
     "decode": lambda read: decode(read("decode")),
     "decode_each": decode_each,
 }

@@ -83,7 +83,7 @@ def test_the_tensors_say_which_gpu():
             q, k, v = (x.to(f"cuda:{index}") for x in qkv(length=300))
             long = [torch.randn(1, 2, n, 64, device=q.device, dtype=q.dtype) for n in (1, 4096, 4096)]
             full = torch.tensor([4096], dtype=torch.int32, device=q.device)
-            rows = torch.randn(2, 1 << 18, device=q.device)
+            several = [torch.randn(2, cols, device=q.device) for cols in (1 << 18, (1 << 18) + 1, 5001)]
             for _ in range(2):
                 exact = attention_reference(q.double(), k.double(), v.double(), causal=True)
                 for backend in ("auto", "triton"):
@@ -92,8 +92,8 @@ def test_the_tensors_say_which_gpu():
                 exact = attention_reference(*(x.double() for x in long))
                 # A mean of 4096 normal numbers is some hundredths, of which bfloat16 keeps eight bits.
                 torch.testing.assert_close(fa.attention_decode(*long, full).double(), exact, atol=2e-3, rtol=0)
-                # Both sum 2^18 float32, in other orders: some tens of eps.
-                torch.testing.assert_close(fa.online_softmax(rows), rows.softmax(-1), atol=1e-8, rtol=1e-5)
+                for rows in several:  # both sum up to 2^18 float32, in other orders: some tens of eps
+                    torch.testing.assert_close(fa.online_softmax(rows), rows.softmax(-1), atol=1e-8, rtol=1e-5)
 
 
 def test_no_call_waits_for_the_gpu():

@@ -46,8 +46,8 @@ def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
     assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
     vector = 16 // dtype.itemsize
     between = cols % vector != 0
-    whole = cols <= (32768 if not between else 51192 if dtype.itemsize == 2 else 26620)
-    in_registers = dtype == torch.float32 and whole and not between
+    whole = cols <= (51192 if dtype.itemsize == 2 else 26620 if between else 32768)
+    in_registers = dtype == torch.float32 and whole and not between and cols > 22528  # which fill such a tile
     assert names(one) == ["softmax_kernel" if in_registers else "ring_kernel"]
     if one.kernel is kernels.ring_kernel:
         assert (one.kwargs["ALIGN"], one.kwargs["BETWEEN"], one.kwargs["ALIKE"]) == (vector, between, True)
@@ -66,22 +66,22 @@ def test_a_ring_gives_up_a_slot_before_a_program() -> None:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize(("wide", "stats"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_rows_between_addresses_are_whole_where_two_have_a_place(itemsize: int, stats: bool) -> None:
+def test_rows_are_whole_where_two_have_a_place(itemsize: int, wide: bool, stats: bool) -> None:
     """By every length: a slot holds the row wherever it begins, chunks are equal, the last of them is needed."""
     for arch in (80, 86, 90):
         target = Target("cuda", arch, f"sm_{arch}")
-        for cols in range(1, 60_000, 37):
-            tile = ring_tile(cols, itemsize, target, wide=False, stats=stats)
+        for cols in range(8, 60_000, 8) if wide else range(1, 60_000, 37):
+            tile = ring_tile(cols, itemsize, target, wide=wide, stats=stats)
             if tile is None:
-                assert stats or cols <= 2048
+                assert stats or cols <= (32768 if wide else 2048)
                 continue
-            chunk, vector = tile.cols // tile.chunks, 16 // itemsize
+            chunk, vector = tile.cols // tile.chunks, 0 if wide else 16 // itemsize
             assert chunk * tile.chunks == tile.cols and chunk & (chunk - 1) == 0 and chunk % (32 * tile.num_warps) == 0
             if tile.split(cols) == 1:
-                assert cols + vector <= tile.cols and tile.cols - cols <= max(vector + chunk, tile.cols // 4)
-                assert tile.fit(1, itemsize, target) >= 2 and tile.lag == 0 and tile.slots == 1
+                assert cols + vector <= tile.cols and tile.cols - cols <= max(vector + chunk, tile.cols // 3)
+                assert (tile.fit(1, itemsize, target) >= 2 or wide) and tile.lag == 0 and tile.slots == 1
             else:
                 assert not stats and tile.lag > 0 and tile.slots > tile.lag + 1
 

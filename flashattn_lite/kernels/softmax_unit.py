@@ -59,7 +59,7 @@ def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.const
                 TILE: gl.constexpr, RING: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
     """Each warp puts (top, l_i) of its share of a unit into rooms for the others.
 
-    BETWEEN: top is the whole unit's, which a warp's share is not by the same elements wherever the row begins. AGAIN,
+    BETWEEN: top is the whole unit's, because a warp's share is other elements where the row begins elsewhere. AGAIN,
     and then too: elements are loaded again for their exponentials, not kept in registers.
     """
     best = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)

@@ -139,15 +139,22 @@ RING_SPLIT = {
 }
 # Longer rows, by bytes an element, and the columns past which.
 RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
-# Rows between 16-byte addresses, by bytes an element: the columns past which the ring serves, and of rows that are one
-# unit the columns up to which so many warps and registers a thread do. Of a copy, bf16: 1537 columns 0.94 with these,
-# 4097 0.95, 8193 0.95, 16387 0.95, 30523 0.94, 50257 0.93 (swept 0.70, 0.74, 0.75, 0.58, 0.65, 0.63; torch 0.42, 0.29,
-# 0.24, 0.34, 0.43, 0.55); twice the warps 0.69, 0.79, 0.69, 0.93, 0.81, 0.64; half of them, 4097 to 30523: 0.90, 0.94,
-# -, 0.86. fp32: 4097 0.98 (swept 0.90), 8193 0.95 (0.89), 16387 0.95 (0.79); 1537 0.97, by softmax_kernel 0.99.
-RING_BETWEEN = {
-    2: (1024, ((2040, 1, 64), (4600, 2, 64), (9208, 4, 64), (17400, 4, 96), (34808, 8, 64), (51192, 8, 96))),
-    4: (2048, ((5116, 8, 48), (9212, 8, 64), (26620, 16, 64))),
+# Rows that are one unit of as many chunks as they fill, by bytes an element: columns up to which so many warps and
+# registers a thread do. Between 16-byte addresses, of a copy, bf16: 1537 columns 0.94 with these, 4097 0.95, 8193 0.95,
+# 16387 0.95, 30523 0.94, 50257 0.93 (swept 0.70, 0.74, 0.75, 0.58, 0.65, 0.63; torch 0.42, 0.29, 0.24, 0.34, 0.43,
+# 0.55); twice the warps 0.69, 0.79, 0.69, 0.93, 0.81, 0.64; half of them, 4097 to 30523: 0.90, 0.94, -, 0.86. fp32:
+# 4097 0.98 (swept 0.90), 8193 0.95 (0.89), 16387 0.95 (0.79); 1537 0.97, by softmax_kernel 0.99.
+RING_CHUNKS = {
+    2: ((2040, 1, 64), (4600, 2, 64), (9208, 4, 64), (17400, 4, 96), (34808, 8, 64), (51200, 8, 96)),
+    4: ((5116, 8, 48), (9212, 8, 64), (26620, 16, 64)),
 }
+CHUNKS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 21, 25, 30)  # that a row may be: for each number a kernel is compiled
+RING_BETWEEN_PAST = {2: 1024, 4: 2048}  # columns past which rows between 16-byte addresses are
+# And of rows at 16-byte addresses those that fill no more than FILLED of a power of two, past so many columns. Of a
+# copy, bf16, 1152, 2560, 5120, 11008 and 20480 columns: 0.98, 0.99, 0.98, 0.97, 0.96, in tiles of a power of two 0.94,
+# 0.93, 0.96, 0.96, 0.90; 1536, 3072, 6144 and 12288 0.98, 0.98, 0.97, 0.96, in such tiles 1.00, 0.99, 1.00, 0.97. fp32:
+# 20480 0.97 for 0.85; 5120, 11008 0.97, 0.97 for 0.98, 0.98. Past LONGEST_WHOLE all that fit: bf16, 50304, split 0.85.
+RING_CHUNKS_PAST, FILLED = {2: 1024, 4: 16384}, 11 / 16
 # Longer ones, split. bf16, 60001, 131073 and 1000001 columns: 0.79, 0.80, 0.74 (swept 0.60, 0.52, -); six slots, lag 3
 # and two programs 0.65, 0.66, 0.66, with four chunks 0.54, 0.54, -; three slots, lag 1 and four programs 0.81, 0.80,
 # 0.71; units of twice the size, three slots, lag 1 0.79, 0.74, -. fp32, 50257, 131073 and 1000001: 0.93, 0.92, 0.75;
@@ -159,11 +166,10 @@ RING_BETWEEN_SPLIT = {
 # Their statistics, where a row is one unit. Of a read, bf16: 1537 columns 0.74, 4097 0.90, 8193 0.92, 16387 0.91, 30523
 # 0.88, 50257 0.81 (stats_kernel 0.60, 0.47, 0.63, 0.74, 0.80, 0.62); fp32 4097 0.94 (0.79), 16387 0.89 (0.95). With a
 # second slot for the row that comes, 4097: 0.72.
-STATS_RING_BETWEEN = {
-    2: (1024, ((2040, 1, 48), (4344, 1, 96), (8696, 2, 96), (17400, 4, 96), (30712, 4, 128), (51192, 8, 96))),
-    4: (2048, ((4604, 4, 64), (9212, 4, 96))),
+STATS_RING_CHUNKS = {
+    2: ((2040, 1, 48), (4344, 1, 96), (8696, 2, 96), (17400, 4, 96), (30712, 4, 128), (51192, 8, 96)),
+    4: ((4604, 4, 64), (9212, 4, 96)),
 }
-CHUNKS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 21, 25, 30)  # that a row may be: for each number a kernel is compiled
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
 # Statistics by the columns up to which a tile serves; STATS beyond.
 STATS_WHOLE = {
@@ -245,14 +251,21 @@ def ring_tile(cols: int, itemsize: int, target: Target, *, wide: bool, stats: bo
     wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: never of
     the number of rows.
     """
-    if not target.is_cuda(80) or (stats and wide):
+    if not target.is_cuda(80) or (stats and wide) or (not wide and cols <= RING_BETWEEN_PAST[itemsize]):
         return None
+    block, vector = power_of_two(cols), VECTOR_BYTES // itemsize
+    tile: RingTile | None
     if not wide:
-        tile = between_tile(cols, itemsize, target, stats)
-    elif cols <= LONGEST_WHOLE:
-        tile = RING_WHOLE.get((itemsize, power_of_two(cols)))
+        tile = chunked_tile(cols, itemsize, target, vector, STATS_RING_CHUNKS if stats else RING_CHUNKS)
+        if tile is None and not stats:
+            tile = replace(RING_BETWEEN_SPLIT[itemsize], spare=vector)
+    elif cols > LONGEST_WHOLE:
+        tile = chunked_tile(cols, itemsize, target, 0, RING_CHUNKS)
+        tile = tile or of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
+    elif RING_CHUNKS_PAST[itemsize] < cols <= FILLED * block:
+        tile = chunked_tile(cols, itemsize, target, 0, RING_CHUNKS)
     else:
-        tile = of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
+        tile = RING_WHOLE.get((itemsize, block))
     if tile is None:
         return None
     fit = {n: tile.fit(n, itemsize, target) for n in range(tile.slots, 0, -1)}
@@ -261,20 +274,18 @@ def ring_tile(cols: int, itemsize: int, target: Target, *, wide: bool, stats: bo
     return replace(tile, slots=slots, programs=min(tile.programs, fit[slots])) if fit[slots] else None
 
 
-def between_tile(cols: int, itemsize: int, target: Target, stats: bool) -> RingTile | None:
-    """Of rows between 16-byte addresses: of whole rows, if two have a place on an SM, or of split ones."""
-    past, whole = (STATS_RING_BETWEEN if stats else RING_BETWEEN)[itemsize]
-    if cols <= past:
-        return None
-    vector = VECTOR_BYTES // itemsize
-    for most, num_warps, registers in whole:
+def chunked_tile(
+    cols: int, itemsize: int, target: Target, spare: int, tiles: dict[int, tuple[tuple[int, int, int], ...]]
+) -> RingTile | None:
+    """A tile of whole rows of such a table, if two have a place on an SM."""
+    for most, num_warps, registers in tiles[itemsize]:
         if cols <= most:
-            chunk = 32 * num_warps * vector
-            chunks = next(count for count in CHUNKS if cols + vector <= count * chunk)
-            tile = RingTile(chunks * chunk, num_warps, chunks=chunks, spare=vector, registers=registers)
+            chunk = 32 * num_warps * VECTOR_BYTES // itemsize
+            chunks = next(count for count in CHUNKS if cols + spare <= count * chunk)
+            tile = RingTile(chunks * chunk, num_warps, chunks=chunks, again=True, spare=spare, registers=registers)
             if tile.fit(1, itemsize, target) >= 2:
                 return tile
-    return None if stats else replace(RING_BETWEEN_SPLIT[itemsize], spare=vector)
+    return None
 
 
 def tile_across(block: int, target: Target, *, stats: bool) -> SoftmaxTile:

@@ -206,13 +206,16 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
               for shape, pair in tables.bandwidths(read("softmax"), "softmax")}  # fmt: skip
     short = [pair for shape, pair in shapes.items() if (cols := int(shape.split(" x ")[1])) <= 16384 and cols % 2 == 0]
     up_to_16k = [ratio for pair in short for ratio in pair]
-    long = ("8192 x 32768", "1024 x 131072", "16 x 1048576", "8192 x 50257", "32768 x 4097")
+    long = ("8192 x 32768", "1024 x 131072", "16 x 1048576", "8192 x 50304", "8192 x 50257", "32768 x 4097")
     bf16, fp32 = zip(*(shapes[shape] for shape in long), strict=True)
     assert len(short) + len(long) == len(shapes)
     assert f"{between(up_to_16k)} up to 16k columns, {bf16[0]:.2f} (bf16) and {fp32[0]:.2f} (float32) at 32k" in text
     assert f"{bf16[1]:.2f} and {fp32[1]:.2f} at 128k, {bf16[2]:.1f} and {fp32[2]:.1f} at" in text
-    assert f"8192 x 50257 {bf16[3]:.2f} and {fp32[3]:.2f}, 32768 x 4097 {bf16[4]:.2f} and" in text
-    assert f"and {fp32[4]:.2f} (commit {commit['softmax']})." in text
+    assert f"a million, {bf16[3]:.2f} and {fp32[3]:.2f} at 50304 (GPT-2's vocabulary, padded)." in text
+    to_copy = [cell["flashattn_lite"] / cell["copy"] for shape, pair in tables.bandwidths(read("softmax"), "softmax")
+               if shape in long[4:] for cell in pair]  # fmt: skip
+    assert f"{between(to_copy)} of a copy's speed all the same: 8192 x 50257 {bf16[4]:.2f} and {fp32[4]:.2f}," in text
+    assert f" 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f} (commit {commit['softmax']})." in text
 
 
 def test_a_table_by_hand():

@@ -96,9 +96,11 @@ def test_rows_between_addresses_move_16_bytes_at_a_time_too(gpu, case, dtype):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("op", ["softmax", "stats"])
 def test_nothing_spills_on_hopper(case, op, dtype):
-    # Triton 3.9 puts that many bytes of a thread of stats_kernel there, outside the loops over tiles; 3.6 puts 8 of
-    # ring_kernel there, of rows that are not full. 3.9 puts offsets there, ahead of ring_kernel's only step.
-    limit = 0 if case in ("short rows", "whole rows", "rows of 32768") or "across" in case else 48
+    # Triton 3.6 to 3.8 spill nothing. 3.9 puts so many bytes of a thread of stats_kernel there, outside the loops over
+    # tiles, and offsets ahead of ring_kernel's only step.
+    limit = 0 if case in ("short rows", "whole rows", "rows of 32768") or "across" in case else 16
+    if (case, op, dtype) == ("short rows between addresses", "softmax", torch.bfloat16):
+        limit = 48
     assert max(usage(kernel).stack for kernel in kernels("sm_90", case, op, dtype)) <= limit
 
 

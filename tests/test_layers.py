@@ -114,6 +114,7 @@ NEIGHBOURS = {
     ("softmax", "calls"),
     ("kernels.softmax", "kernels.softmax_tiles"),
     ("kernels.softmax_window", "kernels.softmax_exchange"),
+    ("kernels.softmax_window", "kernels.softmax_tiles"),
     ("kernels.softmax_unit", "kernels.softmax_exchange"),
     ("kernels.softmax_unit", "kernels.softmax_tiles"),
     ("kernels.softmax_unit", "kernels.softmax_window"),

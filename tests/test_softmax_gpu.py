@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 EPS = torch.finfo(torch.float32).eps
 # Rows of ring_kernel, if of two bytes; the last between 16-byte addresses, one of them whole.
 LENGTHS = [131_072, 131_072 + 8, 131_072 + 8 * 1023, 40_960, 53_000, 32_768, 20_000, 131_073, 30_522]
-# Lengths between 16-byte addresses, of each tile. From 2049 on they go through the ring.
+# Lengths between 16-byte addresses, of each tile. Past 1024 (float32: 2048) they go through the ring.
 BETWEEN = [1023, 1537, 2049, 4097, 4610, 8193, 16_387, 30_523, 50_257, 60_001, 131_073, 2**18 + 1, 4098, 8196]
 
 

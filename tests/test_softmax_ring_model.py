@@ -164,7 +164,7 @@ def kernel():
         finish=lambda m, l_i: (tensor(np.where(l_i == 0, 0, 1 / l_i), np.float32), None), widen=widen,
         weights=lambda x, scale, m: tensor(np.exp2(fma(x, scale, -m[:, None]))), larger_bfloat16=larger_bfloat16,
         divided=lambda a, b: (a // b, a % b), tops=lambda x, wide, dtype, both: largest(wide, 1),
-        store_stats=store_stats,
+        store_stats=store_stats, NOTHING_BFLOAT16=-0x007F0080, NOTHING_FLOAT16=-0x03FF0400,
     )  # fmt: skip
     for name in ("softmax_exchange.py", "softmax_window.py", "softmax_unit.py", "softmax_ring.py"):
         text = (KERNELS / name).read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def at(result):
     return Ptr(result._base.reshape(-1).numpy(), np.float32, result.storage_offset())
 
 
-def run(x, y, sums, parts, epoch, cols, slots, lag, chunks, again, between, grid, patience, resident, pauses):
+def run(x, y, sums, parts, epoch, cols, slots, lag, chunks, between, grid, patience, resident, pauses):
     """y = softmax(x) [2, outer, rows, n], of larger tensors, by that many programs, `resident` of them at once.
 
     With room for sums: y = max(x) [2, outer, rows, 1], and the sums of exp(x - y).
@@ -195,7 +195,7 @@ def run(x, y, sums, parts, epoch, cols, slots, lag, chunks, again, between, grid
     numbers = [tensor(v, np.int32) for v in (epoch, units)] + numbers
     counter, power, failed = np.zeros(1, np.int32), 1 << (splits - 1).bit_length(), []
     shape = (cols, slots, lag, power, patience, align, not between and n == splits * cols, between, alike, False)
-    shape += (width, width == 2, chunks, again, stats)
+    shape += (width, width == 2, chunks, stats)
     given = [Ptr(x._base.reshape(-1).view(word).numpy(), element, x.storage_offset())]
     given += [at(y), at(sums) if stats else None, Ptr(counter, None), Ptr(parts, None)]
 
@@ -247,7 +247,7 @@ def test_rows_are_whole_whoever_waits(seed: int) -> None:
     expected = torch.where(m != -torch.inf, torch.softmax(wide, -1), 0.0)
     sums = torch.where(m != -torch.inf, torch.exp(wide - m).sum(-1, keepdim=True), 0.0)
     parts = np.zeros(2 * 12 * 10, np.int64)
-    tile, seen = (cols, lag + 1 + random.randint(0, 2), lag, chunks, random.random() < 0.5, between), []
+    tile, seen = (cols, lag + 1 + random.randint(0, 2), lag, chunks, between), []
     for epoch in (1, 2, 3, 4):
         parts ^= 1 << 20  # what a launch before this left are other numbers
         # Between addresses rows begin anywhere; their results as they do, or not.

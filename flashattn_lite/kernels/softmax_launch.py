@@ -116,7 +116,7 @@ def plan(
     align = vector if align == vector else math.gcd(align, WORD_BYTES // x.element_size())
     sms = processors(x, target)
     wide = align == vector
-    if tile is None and x_unit and not across and (y_unit and x.dtype == y.dtype if wants_softmax else not wide):
+    if tile is None and x_unit and not across and (not wants_softmax or (y_unit and x.dtype == y.dtype)):
         ring = ring_for(cols, x.element_size(), target, sms, wide=wide, stats=not wants_softmax)
         if ring:
             return [ring_launch(x, results, dims, cols, wide, ring, sms)]
@@ -181,7 +181,7 @@ def ring_launch(
     args = (x, y, results[-1], *room_for(x, units, splits), *lengths, *strides, lead_x, 0 if stats else lead_y)
     shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
     shape |= {"PATIENCE": PATIENCE, "ALIGN": vector, "EVEN": wide and cols == splits * tile.cols, "WIDTH": width}
-    shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks, "AGAIN": tile.again}
+    shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks}
     shape |= {"BETWEEN": not wide, "ALIKE": alike or stats, "STATS": stats}
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers:

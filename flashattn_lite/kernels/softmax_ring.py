@@ -23,13 +23,14 @@ gives up.
 
 PARTS 1: a unit is a row, LAG is 0, nothing is published or drawn. STATS: (top, l_i) of rows and no output.
 
-CHUNKS: a unit is worked on in so many equal pieces, and a thread sums an element of each; AGAIN: the pieces are loaded
+CHUNKS: a unit is worked on in so many equal pieces, of each of which a thread sums the same places. They are loaded
 twice, for maximum and sum, and none is kept in registers.
 
 Each element is read once from global memory, three times from shared memory, and written once. Shared memory: SLOTS
 units of raw elements (LAG + 1 of them held, AHEAD on their way) and seven values a warp, by which warps exchange their
-states. Three barriers a step: before a slot is filled anew, when a copy has landed, at the exchange. A bfloat16 element
-costs 14 instructions with 64 of them a thread, 10 in PARTS 1 with 128.
+states; for rows between 16-byte addresses a float32 more for each place in a chunk. Barriers of a step: before a slot
+is filled anew, when a copy has landed, between its two readings, at the exchange. A bfloat16 element costs 14
+instructions with 64 of them a thread, 10 in PARTS 1 with 128.
 
 | file | what of it |
 | --- | --- |
@@ -74,7 +75,7 @@ def computed(x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, WORDS: 
         unit = tile * sizes[0] + other
         start, window = slot_of(unit, cols, sizes, strides, WORDS * WIDTH, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
         offer_state(x_ptr, start, window, rooms,
-                    CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, False, False)  # fmt: skip
+                    CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, False)  # fmt: skip
         top, l_i = merged(rooms[0], rooms[1])
         publish(parts_ptr, unit, top, l_i, epoch)
 
@@ -146,7 +147,7 @@ def ring_kernel(
     stride_y0: gl.int64, stride_y1: gl.int64, stride_yr: gl.int64, lead_x: gl.int64, lead_y: gl.int64,
     COLS: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, PATIENCE: gl.constexpr,
     ALIGN: gl.constexpr, EVEN: gl.constexpr, BETWEEN: gl.constexpr, ALIKE: gl.constexpr, FLAT: gl.constexpr,
-    WIDTH: gl.constexpr, BOTH: gl.constexpr, CHUNKS: gl.constexpr, AGAIN: gl.constexpr, STATS: gl.constexpr,
+    WIDTH: gl.constexpr, BOTH: gl.constexpr, CHUNKS: gl.constexpr, STATS: gl.constexpr,
 ):  # fmt: skip
     """y = softmax(x) along the columns, which lie side by side; STATS: y = max(x), and l = sum of exp(x - y).
 
@@ -187,7 +188,7 @@ def ring_kernel(
             if not EVEN:
                 clear(ring, i % SLOTS, window, CHUNKS, WORDS, BETWEEN, WIDTH, DTYPE, TILE)
             offer_state(ring, i % SLOTS, window, rooms,
-                        CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, True, AGAIN)  # fmt: skip
+                        CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, True)  # fmt: skip
         if PARTS > 1:
             number_s.store(next_w)
             offer(parts, epoch, row_rooms)

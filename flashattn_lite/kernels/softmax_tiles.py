@@ -7,6 +7,10 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.integers import divided
 
+# A word of two elements that are -inf, which adds 0 to a sum.
+NOTHING_BFLOAT16: tl.constexpr = tl.constexpr(-0x007F0080)
+NOTHING_FLOAT16: tl.constexpr = tl.constexpr(-0x03FF0400)
+
 
 @triton.jit
 def place(tile, size_1, size_r, ROWS: tl.constexpr, FLAT: tl.constexpr):
@@ -89,7 +93,7 @@ def fetch(ptrs, there, DTYPE: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(ptrs, mask=there)
     elif ptrs.dtype.element_ty == tl.int32:
-        beyond: tl.constexpr = -0x007F0080 if tl.bfloat16 == DTYPE else -0x03FF0400  # -inf, twice
+        beyond: tl.constexpr = NOTHING_BFLOAT16 if tl.bfloat16 == DTYPE else NOTHING_FLOAT16
         return tl.load(ptrs, mask=there, other=beyond)
     else:
         return tl.load(ptrs, mask=there, other=float("-inf"))

@@ -56,11 +56,10 @@ def loaded(source, at, window, c: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.
 @gluon.jit
 def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.constexpr, EVEN: gl.constexpr,
                 BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, BOTH: gl.constexpr,
-                TILE: gl.constexpr, RING: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
+                TILE: gl.constexpr, RING: gl.constexpr):  # fmt: skip
     """Each warp puts (top, l_i) of its share of a unit into rooms for the others.
 
-    BETWEEN: top is the whole unit's, because a warp's share is other elements where the row begins elsewhere. AGAIN,
-    and then too: elements are loaded again for their exponentials, not kept in registers.
+    BETWEEN: top is the whole unit's, because a warp's share is other elements where the row begins elsewhere.
     """
     best = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
     for c in gl.static_range(1, CHUNKS):
@@ -70,8 +69,8 @@ def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.const
     top = gl.convert_layout(tops(best, wide, DTYPE, BOTH), gl.SliceLayout(1, wide.type.layout), assert_trivial=True)
     if BETWEEN:
         rooms[2].store(top)
-    if RING and (AGAIN or BETWEEN):
-        barrier()  # else the compiler takes the first loads' values and keeps them
+    if RING:
+        barrier()  # else the compiler takes the first loads' values and keeps them in registers
     if BETWEEN:
         top = gl.zeros_like(top) + gl.max(of_all(rooms[2]), 0)
     x = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.softmax_exchange import offsets
+from flashattn_lite.kernels.softmax_tiles import NOTHING_BFLOAT16, NOTHING_FLOAT16
 
 
 @gluon.jit
@@ -63,9 +64,9 @@ def within(x, window, dtype: gl.constexpr, BETWEEN: gl.constexpr, TILE: gl.const
     lead, end, words = window
     offs_w = offsets(x.shape[0] * x.shape[1], TILE)
     if dtype == gl.bfloat16:
-        beyond: gl.constexpr = -0x007F0080  # -inf, twice
+        beyond: gl.constexpr = NOTHING_BFLOAT16
     elif dtype == gl.float16:
-        beyond: gl.constexpr = -0x03FF0400
+        beyond: gl.constexpr = NOTHING_FLOAT16
     else:
         beyond: gl.constexpr = float("-inf")
     if not BETWEEN:

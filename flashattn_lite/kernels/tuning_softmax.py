@@ -43,7 +43,7 @@ class SoftmaxTile:
 class RingTile:
     """Columns of a slot of ring_kernel, warps, slots of the ring, units that lie between one and its output.
 
-    A unit is taken in so many chunks, and twice if `again`. `programs`: as in SoftmaxTile, but of 0 none looks ahead.
+    A unit is taken in so many chunks. `programs`: as in SoftmaxTile, but of 0 none looks ahead.
     `spare`: columns by which a unit is shorter than its slot, of rows between 16-byte addresses. `registers`: as there.
     """
 
@@ -53,7 +53,6 @@ class RingTile:
     lag: int = 0
     programs: int = 0
     chunks: int = 1
-    again: bool = False
     spare: int = 0
     registers: int = 0
 
@@ -125,7 +124,7 @@ SWEEP = {
 # Where Gluon and cp.async serve, ring_kernel takes the place of some of these. Rows that are one unit and lie 16-byte
 # aligned, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
 # warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
-RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
+RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8)}
 # Rows that are split, by bytes an element: 16 KiB a unit. 2048 x 2^16, 1024 x 2^17, 128 x 2^19 and 16 x 2^20:
 # bf16 3993, 4011, 3742 and 2635 (a copy 4159, 4159, 3979 and 3393), fp32 4053, 4074, 3990 and 3277 (4180, 4173, 4156
 # and 3782). Four slots, two units of lag and three programs, bf16: 3919, 3917, 3708 and 2796, fp32 3988, 4000, 3830 and
@@ -134,11 +133,11 @@ RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8, again=True)}
 # KiB 3696 and 3924, of 32 KiB 3753. The next look at parts sent out before the output instead of after it: bf16 3830
 # and, in 8 chunks, 4014, fp32 4111; at 2^20 2542 and 3080.
 RING_SPLIT = {
-    2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
-    4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4, again=True),
+    2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4),
+    4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4),
 }
 # Longer rows, by bytes an element, and the columns past which.
-RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4, again=True))}
+RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4))}
 # Rows that are one unit of as many chunks as they fill, by bytes an element: columns up to which so many warps and
 # registers a thread do. Between 16-byte addresses, of a copy, bf16: 1537 columns 0.94 with these, 4097 0.95, 8193 0.95,
 # 16387 0.95, 30523 0.94, 50257 0.93 (swept 0.70, 0.74, 0.75, 0.58, 0.65, 0.63; torch 0.42, 0.29, 0.24, 0.34, 0.43,
@@ -184,9 +183,6 @@ STATS = SoftmaxTile(1, 4096, 4, steps=4)
 # Longer rows, by bytes an element, and the columns past which. fp32, to a read: 16 x 2^20 0.95, 64 x 2^18 0.95, 128 x
 # 2^19 0.99; with four steps 0.89, 0.88, 0.98; 16 steps 0.87, 0.86, 0.92. bf16 is level: 0.96, 0.96, 0.93 with eight.
 STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
-# Rows between 16-byte addresses, of more than half SHORT_COLUMNS: tiles of half the columns and twice the steps. To a
-# read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80 / 0.95 (0.47 / 0.77), 1537 0.61 /
-# 0.94 (0.36 / 0.61); bf16 50258 0.81 (0.69).
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
 WHOLE_ACROSS = 16384  # elements; 256 x 65536: 1833 / 3130 with 8 warps, 1824 / 3057 with 16
@@ -221,6 +217,8 @@ def stats_tile(cols: int, itemsize: int, target: Target, *, across: bool, wide: 
     if tile is None:
         tile = of_length(cols, itemsize, STATS, STATS_LONG)
         tile = replace(tile, cols=INTERPRETED[False]) if target.interpreting else tile
+    # Between 16-byte addresses, to a read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80
+    # / 0.95 (0.47 / 0.77), 1537 0.61 / 0.94 (0.36 / 0.61); bf16 50258 0.81 (0.69).
     return tile if wide else replace(tile, cols=tile.cols // 2, steps=tile.steps * 2)
 
 
@@ -282,7 +280,7 @@ def chunked_tile(
         if cols <= most:
             chunk = 32 * num_warps * VECTOR_BYTES // itemsize
             chunks = next(count for count in CHUNKS if cols + spare <= count * chunk)
-            tile = RingTile(chunks * chunk, num_warps, chunks=chunks, again=True, spare=spare, registers=registers)
+            tile = RingTile(chunks * chunk, num_warps, chunks=chunks, spare=spare, registers=registers)
             if tile.fit(1, itemsize, target) >= 2:
                 return tile
     return None

@@ -22,7 +22,9 @@ CASES = {
     "short rows": ((64, 1000), 1),
     "whole rows": ((64, 16384), 1),
     "rows of 32768": ((64, 32768), 1),
+    "rows of 50304": ((64, 50_304), 1),
     "split rows": ((16, 2**20), 1),
+    "many split rows": ((1024, 2**17), 1),
     "split rows, not full": ((16, 2**17 + 8), 1),
     "rows between addresses": ((16, 50_257), 1),
     "short rows between addresses": ((16, 4097), 1),
@@ -96,12 +98,13 @@ def test_rows_between_addresses_move_16_bytes_at_a_time_too(gpu, case, dtype):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("op", ["softmax", "stats"])
 def test_nothing_spills_on_hopper(case, op, dtype):
-    # Triton 3.6 to 3.8 spill nothing. 3.9 puts so many bytes of a thread of stats_kernel there, outside the loops over
-    # tiles, and offsets ahead of ring_kernel's only step.
-    limit = 0 if case in ("short rows", "whole rows", "rows of 32768") or "across" in case else 16
+    # Triton 3.6 and 3.7 spill nothing. 3.8 and 3.9 put so many bytes of a thread of ring_kernel there, outside the loop
+    # or ahead of its only step.
+    compiled_kernels = kernels("sm_90", case, op, dtype)
+    limit = 24 if compiled_kernels[0].metadata.name == "ring_kernel" and case != "rows of 32768" else 0
     if (case, op, dtype) == ("short rows between addresses", "softmax", torch.bfloat16):
         limit = 48
-    assert max(usage(kernel).stack for kernel in kernels("sm_90", case, op, dtype)) <= limit
+    assert max(usage(kernel).stack for kernel in compiled_kernels) <= limit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -43,7 +43,9 @@ on_a_gpu = pytest.mark.skipif(targets.interpreting(), reason="ring_kernel is Glu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
     (one,), (many,) = planned(empty(1, cols, dtype=dtype)), planned(empty(1000, cols, dtype=dtype))
-    assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
+    schedule = {"SLOTS", "LAG"}  # of few units another, of which no bit depends
+    assert one.kernel is many.kernel and one.kwargs.keys() == many.kwargs.keys()
+    assert {name for name in one.kwargs if one.kwargs[name] != many.kwargs[name]} <= schedule
     vector = 16 // dtype.itemsize
     between = cols % vector != 0
     whole = cols <= (51192 if dtype.itemsize == 2 else 26620 if between else 32768)
@@ -62,7 +64,7 @@ def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
 @on_a_gpu
 def test_a_ring_gives_up_a_slot_before_a_program() -> None:
     on = {arch: ring_tile(2**17, 4, Target("cuda", arch, f"sm_{arch}"), wide=True) for arch in (80, 86, 90)}
-    assert [(tile.slots, tile.programs) for tile in on.values()] == [(5, 2), (6, 1), (6, 2)]
+    assert [(tile.slots, tile.programs) for tile in on.values()] == [(5, 2), (6, 1), (5, 2)]
 
 
 @on_a_gpu

@@ -225,45 +225,45 @@ def stats_kernel(
     units: tl.int32, cols: tl.int64, splits: tl.int32, steps: tl.int32, size_1: tl.int32, size_r: tl.int64,
     stride_x0: tl.int64, stride_x1: tl.int64, stride_xr: tl.int64, stride_xn: tl.int64,
     stride_m0: tl.int64, stride_m1: tl.int64, stride_mr: tl.int64,
-    ROWS: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
     ACROSS: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
     WIDTH: tl.constexpr, BOTH: tl.constexpr, X_UNIT: tl.constexpr,
 ):  # fmt: skip
     """m = max(x), l = sum of exp(x - m) along the columns; m and l share their strides, which ALIGN does not divide.
 
     ONE: rows are a tile each, or less. PARTS 1: a unit is whole rows. More: it is `steps` tiles of them, whose part is
-    stored, and the one that comes last merges the parts. The next tile is always on its way. Each of a row's LANES has
-    a state of its own until a unit's end, so that its threads need not meet before.
+    stored, and the one that comes last merges the parts. Without AHEAD each program has one unit. The next tile is
+    always on its way. Each of a row's LANES has a state of its own until a unit's end, so that its threads need not
+    meet before.
     """
     x_strides = stride_x0, stride_x1, stride_xr, stride_xn
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WORDS: tl.constexpr = COLS // WIDTH
     words = cols * (ALIGN // WIDTH)
+    tl.static_assert(PARTS == 1 or not AHEAD)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    tile, split = unit_of(first, splits, units, ACROSS)
-    at, number = locate(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
-    offs_w = columns(number, WORDS)
-    x = load_tile(x_ptr, x_strides, at, number, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
-    for unit in range(first, units, programs):
+    tile, split = first, first * 0
+    if PARTS > 1:
+        tile, split = unit_of(first, splits, units, ACROSS)
+    at, begin = place(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
+    x = load_tile(x_ptr, x_strides, at, begin, 0, size_r, words, WORDS, ROWS, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+    for unit in range(first, units if AHEAD else first + 1, programs if AHEAD else 1):
         top, l_i = tl.full([ROWS * LANES], EMPTY_M, tl.float32), tl.full([ROWS * LANES], EMPTY_L, tl.float32)
-        at, number = locate(tile, size_1, size_r, ROWS, FLAT), split.to(tl.int64) * steps
-        offs_w = columns(number, WORDS)
-        for _ in range(1, steps):
+        offs_r = at[2] + tl.arange(0, ROWS)
+        offs_m = at[0] * stride_m0 + at[1] * stride_m1 + offs_r * stride_mr
+        tiles = 1 if ONE else tl.minimum(steps, tl.cdiv(words, WORDS) - begin).to(tl.int32)
+        for i in range(1, tiles if AHEAD else tiles + 1):
             taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
-            number += 1
-            offs_w += WORDS
-            x = load_tile(x_ptr, x_strides, at, number, offs_w, size_r, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
+            rows = size_r if AHEAD else tl.where(i < tiles, size_r, 0)
+            x = load_tile(x_ptr, x_strides, at, begin, i, rows, words, WORDS, ROWS, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
             top, l_i = take(top, l_i, taken, DTYPE, BOTH)
-        taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
-        next_tile, next_split = unit_of(unit + programs, splits, units, ACROSS)
-        at, number = locate(next_tile, size_1, size_r, ROWS, FLAT), next_split.to(tl.int64) * steps
-        offs_w = columns(number, WORDS)
-        rows = tl.where(unit + programs < units, size_r, 0)
-        x = load_tile(x_ptr, x_strides, at, number, offs_w, rows, words, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN, ONE)
-        top, l_i = take(top, l_i, taken, DTYPE, BOTH)
+        if AHEAD:
+            taken = lanes(x, ROWS, WORDS, LANES, ALIGN // WIDTH)
+            at = place(unit + programs, size_1, size_r, ROWS, FLAT)
+            rows = tl.where(unit + programs < units, size_r, 0)
+            x = load_tile(x_ptr, x_strides, at, begin, 0, rows, words, WORDS, ROWS, ALIGN, X_UNIT, ACROSS, WIDTH, EVEN)
+            top, l_i = take(top, l_i, taken, DTYPE, BOTH)
         top, l_i = merge_along(tl.reshape(top, [ROWS, LANES]), tl.reshape(l_i, [ROWS, LANES]))
-        i_0, i_1, offs_r = locate(tile, size_1, size_r, ROWS, FLAT)
-        offs_m = i_0 * stride_m0 + i_1 * stride_m1 + offs_r * stride_mr
         if PARTS == 1:
             store_stats(m_ptr, l_ptr, offs_m, offs_r < size_r, top, l_i)
         else:
@@ -271,7 +271,6 @@ def stats_kernel(
             if arrive(counts_ptr + tile, splits, split) == 0:
                 top, l_i = merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS, PARTS)
                 store_stats(m_ptr, l_ptr, offs_m, offs_r < size_r, top, l_i)
-        tile, split = next_tile, next_split
 
 
 @triton.jit(do_not_specialize=range(4, 18))

@@ -117,7 +117,8 @@ def plan(
     sms = processors(x, target)
     wide = align == vector
     if tile is None and x_unit and not across and (not wants_softmax or (y_unit and x.dtype == y.dtype)):
-        ring = ring_for(cols, x.element_size(), target, sms, wide=wide, stats=not wants_softmax)
+        rows = math.prod(d.size for d in dims)
+        ring = ring_for(cols, x.element_size(), target, sms, wide=wide, stats=not wants_softmax, rows=rows)
         if ring:
             return [ring_launch(x, results, dims, cols, wide, ring, sms)]
     choose = softmax_tile if wants_softmax else stats_tile
@@ -140,7 +141,7 @@ def plan(
     splits, steps = tile.split(cols)
     units = tiles * splits
     shape |= {"ROWS": tile.rows, "EVEN": cols == splits * steps * tile.cols, "ACROSS": across}
-    ahead, grid = programs_of(tile, units, sms)
+    ahead, grid = programs_of(tile, units, sms if splits == 1 else 0)
     if wants_softmax and splits == steps == 1:
         args = (x, y, units, cols // align, *sizes, *x_steps, *y_steps)
         own = {"AHEAD": ahead, "Y_UNIT": y_unit}
@@ -151,7 +152,7 @@ def plan(
     stats = parts_for(x, math.prod(d.size for d in dims)) if wants_softmax else results
     stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
     args = (x, *stats, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *stats_strides)
-    parts = {"PARTS": triton.next_power_of_2(splits), "ONE": splits == steps == 1}
+    parts = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
     launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | parts | options)]
     if wants_softmax:
         args = (x, y, *stats, *lengths, *sizes, *x_steps, *y_steps)
@@ -159,9 +160,11 @@ def plan(
     return launches
 
 
-def ring_for(cols: int, itemsize: int, target: Target, sms: int, *, wide: bool, stats: bool) -> RingTile | None:
+def ring_for(
+    cols: int, itemsize: int, target: Target, sms: int, *, wide: bool, stats: bool, rows: int
+) -> RingTile | None:
     """The tile of ring_kernel for such rows; None where it does not serve."""
-    tile = ring_tile(cols, itemsize, target, wide=wide, stats=stats) if ring_kernel else None
+    tile = ring_tile(cols, itemsize, target, wide=wide, stats=stats, rows=rows) if ring_kernel else None
     # Of a split row all units must have a place at once.
     return tile if tile and tile.split(cols) <= max(1, tile.programs * sms) else None
 

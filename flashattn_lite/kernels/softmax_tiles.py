@@ -10,6 +10,7 @@ from flashattn_lite.kernels.device.integers import divided
 # A word of two elements that are -inf, which adds 0 to a sum.
 NOTHING_BFLOAT16: tl.constexpr = tl.constexpr(-0x007F0080)
 NOTHING_FLOAT16: tl.constexpr = tl.constexpr(-0x03FF0400)
+MOST_LEFT: tl.constexpr = tl.constexpr(1 << 30)  # words of a unit are fewer; divisible as they are
 
 
 @triton.jit
@@ -100,26 +101,6 @@ def fetch(ptrs, there, DTYPE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, strides, at, number, offs_w, size_r, words, ALIGN: tl.constexpr, UNIT: tl.constexpr,
-              ACROSS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr):  # fmt: skip
-    """`load` of a row's tile, of several if not ONE: its number and its columns.
-
-    Where a word is all that is loaded at once, each would need a mask: full tiles have none. Its columns are worked out
-    anew there, which takes 71 registers for 96; where loads are 16 bytes wide the caller counts them up, because anew
-    they cost 16 x 2^20 bfloat16 1.5%.
-    """
-    if EVEN or ONE or ACROSS or ALIGN > WIDTH:
-        return load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, EVEN)
-    else:
-        offs_w = columns(number, offs_w.shape[0])
-        if (number + 1) * offs_w.shape[0] <= words:
-            x = load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, True)
-        else:
-            x = load(ptr, strides, at, offs_w, size_r, words, ALIGN, UNIT, ACROSS, WIDTH, False)
-        return x
-
-
-@triton.jit
 def tile_of(ptr, stride_n, number, N: tl.constexpr, UNIT: tl.constexpr):
     """Addresses [1, N] of tile `number` of a row that begins at ptr, from one address: so the others are constants."""
     ptr += tl.cast(number, tl.int64) * N * stride_n
@@ -128,6 +109,28 @@ def tile_of(ptr, stride_n, number, N: tl.constexpr, UNIT: tl.constexpr):
         return ptr + offs
     else:
         return ptr + offs.to(tl.int64) * stride_n
+
+
+@triton.jit
+def load_tile(ptr, strides, at, begin, i, rows, words, WORDS: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+              UNIT: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """`load` of tile `begin + i`, of WORDS words, of the ROWS rows from the place `at` on; of none from `rows` on."""
+    i_0, i_1, i_r = at
+    if ROWS == 1 and UNIT and not ACROSS:
+        # What does not hang on i is worked out once; addresses are one with constants, a mask is an int32 comparison.
+        row = in_words(ptr, WIDTH) + (i_0 * strides[0] + i_1 * strides[1] + i_r * strides[2]) * (ALIGN // WIDTH)
+        left = tl.where(i_r < rows, tl.minimum(words - begin * WORDS, MOST_LEFT), 0).to(tl.int32) - i * WORDS
+        x, offs_w = tile_of(row + begin * WORDS, 1, i, WORDS, True), tl.arange(0, WORDS)[None, :]
+        # Where a word is all that is loaded at once, each would need a mask: full tiles have none.
+        if ALIGN <= WIDTH and left >= WORDS:
+            y = fetch(x, None, ptr.dtype.element_ty, True)
+        else:
+            y = fetch(x, offs_w < left, ptr.dtype.element_ty, False)
+        return y
+    else:
+        at_rows = i_0, i_1, i_r + tl.arange(0, ROWS)
+        offs_w = columns(begin + i, WORDS)
+        return load(ptr, strides, at_rows, offs_w, rows, words, ALIGN, UNIT, ACROSS, WIDTH, EVEN)
 
 
 @triton.jit

@@ -125,19 +125,27 @@ SWEEP = {
 # aligned, by bytes an element and by columns, a power of two. 8192 x 32768: 4060; softmax_kernel 3876 in that run, 16
 # warps, two programs an SM 4085 with 1 / l in the exponent, 3723 stay; a copy 4185.
 RING_WHOLE = {(2, 32768): RingTile(32768, 8, chunks=8)}
-# Rows that are split, by bytes an element: 16 KiB a unit. 2048 x 2^16, 1024 x 2^17, 128 x 2^19 and 16 x 2^20:
-# bf16 3993, 4011, 3742 and 2635 (a copy 4159, 4159, 3979 and 3393), fp32 4053, 4074, 3990 and 3277 (4180, 4173, 4156
-# and 3782). Four slots, two units of lag and three programs, bf16: 3919, 3917, 3708 and 2796, fp32 3988, 4000, 3830 and
-# 2968. When each program had an equal share of the units, at 2^17: bf16 3716, fp32 3884.
-# At 2^17, bf16: lag 2 3903; seven slots, lag 3 or 4 3939, 3949; lag 1 with four slots 3608; 8 warps 3743; units of 8
-# KiB 3696 and 3924, of 32 KiB 3753. The next look at parts sent out before the output instead of after it: bf16 3830
-# and, in 8 chunks, 4014, fp32 4111; at 2^20 2542 and 3080.
+# Rows that are split, by bytes an element: the first tile of which as many programs have a place. Of a copy, 2048 x
+# 2^16, 1024 x 2^17, 128 x 2^19, 64 x 2^18 and 16 x 2^20: bf16 0.96, 0.96, 0.94, 0.80 and 0.72, fp32 0.98, 0.98, 0.96,
+# 0.92 and 0.90. Units of other sizes, bf16: 10240 columns 0.95, 0.97, 0.95, 0.81, 0.78; 9216, four slots, lag 2, three
+# programs 0.94, 0.95, 0.94, 0.83, 0.78; fp32: 4096 0.97, 0.98, 0.96, 0.91, 0.86; 4608, six slots, lag 4 0.99, 0.99,
+# 0.97, 0.91, 0.89; 5632 0.97, 0.98, 0.96, 0.92, 0.90. A unit's copy begun when the one before has landed, or numbers
+# drawn a step early: level to 4% less. The rest in GB/s at 2^17, bf16, of 4011: lag 2 3903; seven slots, lag 3 or 4
+# 3939, 3949; lag 1 with four slots 3608; 8 warps 3743; units of 8 KiB 3696, of 32 KiB 3753. When each program had an
+# equal share of the units: bf16 3716 for 3917, fp32 3884 for 4000. The next look at parts sent out before the output
+# instead of after it: bf16 3830 and, in 8 chunks, 4014, fp32 4111; at 2^20 2542 and 3080 for 2635 and 3277.
 RING_SPLIT = {
-    2: RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4),
-    4: RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4),
+    2: (RingTile(8192, 4, slots=6, lag=3, programs=2, chunks=4),),
+    4: (
+        RingTile(5120, 4, slots=5, lag=3, programs=2, chunks=5),
+        RingTile(4096, 4, slots=6, lag=3, programs=2, chunks=4),
+    ),
 }
-# Longer rows, by bytes an element, and the columns past which.
-RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=4))}
+# Longer rows, by bytes an element, and the columns past which. bf16, 16 x 2^20, of a copy: 0.83; in four chunks 0.81.
+RING_LONG = {2: (1 << 19, RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=8))}
+# Of so few units another schedule, by bytes an element, of which no bit depends: bf16, 64 x 2^18 0.85 of a copy for
+# 0.80; 1024 x 2^17 0.94 for 0.96.
+RING_FEW = {2: (4096, {"slots": 4, "lag": 2, "programs": 3})}
 # Rows that are one unit of as many chunks as they fill, by bytes an element: columns up to which so many warps and
 # registers a thread do. Between 16-byte addresses, of a copy, bf16: 1537 columns 0.94 with these, 4097 0.95, 8193 0.95,
 # 16387 0.95, 30523 0.94, 50257 0.93 (swept 0.70, 0.74, 0.75, 0.58, 0.65, 0.63; torch 0.42, 0.29, 0.24, 0.34, 0.43,
@@ -170,18 +178,24 @@ STATS_RING_CHUNKS = {
     4: ((4604, 4, 64), (9212, 4, 96)),
 }
 RING_STATES = 512  # bytes beside the ring by which up to 16 warps exchange their states
-# Statistics by the columns up to which a tile serves; STATS beyond.
+# Statistics by the columns up to which a tile of whole rows serves; STATS beyond. To a read, bf16 / fp32.
 STATS_WHOLE = {
-    4096: SoftmaxTile(1, 1024, 1, steps=4, programs=20),  # 4096 x 4096: 2356; * 1879 / 2987 a tile a row, 4 warps
-    # * 8192 x 32768: 4162 / 4559; 4080 / 4544 stay. 128 x 16384: 522 / 901; 580 / 997 a tile a row, 16 warps.
+    # 4096 x 4096 1.05 / 1.00, 16384 x 2048 1.00; 1.04 / 1.00 and 0.97 where 20 stay
+    4096: SoftmaxTile(1, 1024, 1, steps=4),
+    # 5120 and 8192 columns 1.01 / 1.00 and 1.00 / 1.00; with tiles of 4096 and 4 warps 0.89 / 0.99 and 1.01 / 1.01, of
+    # 1024 and one 1.05 / 0.99 and 1.00 / 1.00, but 128 x 8192 8.2 us for 7.0
+    8192: SoftmaxTile(1, 2048, 2, steps=4),
+    # 11008, 20480 and 32768 columns bf16 1.01, 1.00, 0.99; 0.85, 0.97, 1.00 with tiles of 8192, 128 x 16384 6.4 us for
+    # 7.4
     32768: SoftmaxTile(1, 4096, 4, steps=8),
+    # 50304 and 65536 columns bf16 0.97, 0.99; 0.98, 0.98 with registers as the compiler wants them, 0.95, 0.97 in units
+    # of four tiles of 4096, 0.97, 0.95 in one of as many as there are, which has 64 rows in 13.1 us for 8.9
+    65536: SoftmaxTile(1, 8192, 8, 64, steps=8),
 }
-# 2048 x 2^16, 1024 x 2^17, 128 x 2^19: bf16 3924, 3898, 3495, fp32 4312, 4318, 3996; 8 steps 3738, 3830, 3413, 4209,
-# 4260, 4039, with five that stay 3564, 3649, 3212, 4108, 4149, 3792; 32 steps 3815, 3944, 3478, 4116, 4311, 4054, but
-# a row of 2^17 is then one program's; tiles of 8192 or of 2 or 8 warps slower in one of both.
+# 131072 and 128256 columns 0.96 / 1.00, 0.97 / 1.00; a row a program of tiles of 8192 0.99 / 1.00, 0.98 / 0.99, and 512
+# rows 0.99 for 0.92, but 64 rows 14.1 us for 10.9; 8 steps 0.95 / 0.99.
 STATS = SoftmaxTile(1, 4096, 4, steps=4)
-# Longer rows, by bytes an element, and the columns past which. fp32, to a read: 16 x 2^20 0.95, 64 x 2^18 0.95, 128 x
-# 2^19 0.99; with four steps 0.89, 0.88, 0.98; 16 steps 0.87, 0.86, 0.92. bf16 is level: 0.96, 0.96, 0.93 with eight.
+# Longer rows, by bytes an element, and the columns past which. fp32, 16 x 2^20 0.94; with four steps 0.92.
 STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
@@ -213,12 +227,13 @@ def stats_tile(cols: int, itemsize: int, target: Target, *, across: bool, wide: 
         return tile_across(block, target, stats=True)
     if block <= (SHORT_COLUMNS if wide else SHORT_COLUMNS // 2):
         return short_tile(STATS_SHORT, block)
-    tile = serving(STATS_WHOLE, block, longest_whole(target))
+    # Between 16-byte addresses, to a read, bf16 / fp32: 100001 columns 0.80 / 0.95, 50257 - / 0.94, with the tile of
+    # 65536 columns 0.69 / 0.93 and - / 0.89.
+    longest = INTERPRETED[False] if target.interpreting else None if wide else LONGEST_WHOLE
+    tile = serving(STATS_WHOLE, block, longest)
     if tile is None:
         tile = of_length(cols, itemsize, STATS, STATS_LONG)
         tile = replace(tile, cols=INTERPRETED[False]) if target.interpreting else tile
-    # Between 16-byte addresses, to a read, bf16 / fp32: 50257 columns 0.62 / 0.91 (whole tiles 0.33 / 0.61), 30523 0.80
-    # / 0.95 (0.47 / 0.77), 1537 0.61 / 0.94 (0.36 / 0.61); bf16 50258 0.81 (0.69).
     return tile if wide else replace(tile, cols=tile.cols // 2, steps=tile.steps * 2)
 
 
@@ -243,11 +258,13 @@ def of_length(cols: int, itemsize: int, tile: AnyTile, longer: dict[int, tuple[i
     return other if cols > limit else tile
 
 
-def ring_tile(cols: int, itemsize: int, target: Target, *, wide: bool, stats: bool = False) -> RingTile | None:
+def ring_tile(
+    cols: int, itemsize: int, target: Target, *, wide: bool, stats: bool = False, rows: int | None = None
+) -> RingTile | None:
     """The tile of ring_kernel, with as many programs an SM as fit; None: rows are another's.
 
-    wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: never of
-    the number of rows.
+    wide: rows lie at 16-byte addresses. A function of a row's length, element size and layout and of the GPU: of the
+    number of rows (None: many) only the schedule, slots, lag and programs, which no bit depends on.
     """
     if not target.is_cuda(80) or (stats and wide) or (not wide and cols <= RING_BETWEEN_PAST[itemsize]):
         return None
@@ -259,7 +276,12 @@ def ring_tile(cols: int, itemsize: int, target: Target, *, wide: bool, stats: bo
             tile = replace(RING_BETWEEN_SPLIT[itemsize], spare=vector)
     elif cols > LONGEST_WHOLE:
         tile = chunked_tile(cols, itemsize, target, 0, RING_CHUNKS)
-        tile = tile or of_length(cols, itemsize, RING_SPLIT[itemsize], RING_LONG)
+        if tile is None:
+            tiles = RING_SPLIT[itemsize]
+            tile = next((t for t in tiles if t.fit(t.slots, itemsize, target) >= t.programs), tiles[-1])
+            tile = of_length(cols, itemsize, tile, RING_LONG)
+            most, schedule = RING_FEW.get(itemsize, (0, {}))
+            tile = replace(tile, **schedule) if rows and rows * tile.split(cols) <= most else tile
     elif RING_CHUNKS_PAST[itemsize] < cols <= FILLED * block:
         tile = chunked_tile(cols, itemsize, target, 0, RING_CHUNKS)
     else:

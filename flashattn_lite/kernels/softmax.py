@@ -4,7 +4,7 @@ A unit of work is a tile of ROWS neighbouring rows or, where a row is several ti
 `splits` has. With AHEAD each of the programs that the GPU holds at once takes every `programs`-th unit, and a unit's
 elements are on their way while its program still works on the one before, in the input's own format, which for
 two-byte elements is half the registers. Those are bound by instructions, of which each element costs 8 in
-softmax_kernel and 6 in stats_kernel: so a full tile has no mask, a pair stays one word until it is computed with, and
+softmax_kernel and 7 in stats_kernel: so a full tile has no mask, a pair stays one word until it is computed with, and
 x - top is an fma.
 
 `top` is the row maximum in natural units, and scores enter the state measured from it: x * log2(e) would overflow
@@ -20,7 +20,7 @@ parts of a row are merged in one order, pairwise, so that a row has the same bit
 | stats_kernel, normalise_kernel | its splits, in two launches | two reads, one write: rows across, or longer still |
 
 stats_kernel alone is `softmax_stats`: always one read; of a row's splits the one that comes last merges the parts.
-Where rows lie between 16-byte addresses and fit, ring_kernel takes its place.
+Where rows lie at no address of 16 bytes, nor of two elements, and fit, ring_kernel takes its place.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
 """
 

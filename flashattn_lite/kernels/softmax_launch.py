@@ -116,7 +116,8 @@ def plan(
     align = vector if align == vector else math.gcd(align, WORD_BYTES // x.element_size())
     sms = processors(x, target)
     wide = align == vector
-    if tile is None and x_unit and not across and (not wants_softmax or (y_unit and x.dtype == y.dtype)):
+    in_ring = y_unit and x.dtype == y.dtype if wants_softmax else align == 1
+    if tile is None and x_unit and not across and in_ring:
         rows = math.prod(d.size for d in dims)
         ring = ring_for(cols, x.element_size(), target, sms, wide=wide, stats=not wants_softmax, rows=rows)
         if ring:

@@ -170,9 +170,11 @@ RING_BETWEEN_SPLIT = {
     2: RingTile(8192, 4, slots=4, lag=2, programs=3, chunks=8, registers=168),
     4: RingTile(4096, 4, slots=4, lag=2, programs=3, chunks=8, registers=168),
 }
-# Their statistics, where a row is one unit. Of a read, bf16: 1537 columns 0.74, 4097 0.90, 8193 0.92, 16387 0.91, 30523
-# 0.88, 50257 0.81 (stats_kernel 0.60, 0.47, 0.63, 0.74, 0.80, 0.62); fp32 4097 0.94 (0.79), 16387 0.89 (0.95). With a
-# second slot for the row that comes, 4097: 0.72.
+# Statistics of rows that lie at no address of 16 bytes, nor of two elements, where a row is one unit. To a read, bf16:
+# 1537 columns 0.74, 4097 0.90, 8193 0.92, 16387 0.91, 30523 0.88, 50257 0.81; fp32 4097 0.94, 16387 0.89. With a second
+# slot for the row that comes, 4097: 0.72. Split, by programs of which the last merges all parts, 50257: 0.76, 16 x
+# (2^20 + 1) 0.72. Rows of pairs, bf16, 1538, 4098, 12290, 30522 and 50258 columns: 0.78, 0.92, 0.84, 0.86, 0.82, by
+# stats_kernel 0.89, 0.90, 0.91, 0.91, 0.88.
 STATS_RING_CHUNKS = {
     2: ((2040, 1, 48), (4344, 1, 96), (8696, 2, 96), (17400, 4, 96), (30712, 4, 128), (51192, 8, 96)),
     4: ((4604, 4, 64), (9212, 4, 96)),
@@ -191,11 +193,14 @@ STATS_WHOLE = {
     # 50304 and 65536 columns bf16 0.97, 0.99; 0.98, 0.98 with registers as the compiler wants them, 0.95, 0.97 in units
     # of four tiles of 4096, 0.97, 0.95 in one of as many as there are, which has 64 rows in 13.1 us for 8.9
     65536: SoftmaxTile(1, 8192, 8, 64, steps=8),
+    # 1024, 256 and 64 x 131072 bf16 0.97, 0.98, 1.10; 0.95, 0.90, 1.11 in units of four tiles of 4096, 0.99, 0.97, 0.85
+    # with tiles of 8192. fp32 1.00, -, 0.95; 1.00, -, 1.01 and 1.00, -, 0.75
+    1 << 17: SoftmaxTile(1, 16384, 16, 64, steps=8),
 }
-# 131072 and 128256 columns 0.96 / 1.00, 0.97 / 1.00; a row a program of tiles of 8192 0.99 / 1.00, 0.98 / 0.99, and 512
-# rows 0.99 for 0.92, but 64 rows 14.1 us for 10.9; 8 steps 0.95 / 0.99.
+# Longer rows, and between 16-byte addresses those past LONGEST_WHOLE. 64 x 2^18, 128 x 2^19, 16 x 2^20 bf16 0.98, 0.94,
+# 0.96; with tiles of 8192 in units of 16 0.84, 0.98, 0.83.
 STATS = SoftmaxTile(1, 4096, 4, steps=4)
-# Longer rows, by bytes an element, and the columns past which. fp32, 16 x 2^20 0.94; with four steps 0.92.
+# fp32, by the columns past which: 16 x 2^20 0.94; with four steps 0.92.
 STATS_LONG = {4: (1 << 17, SoftmaxTile(1, 4096, 4, steps=8))}
 # Of rows that lie side by side, each element with an address of its own in registers: 512 columns whole. More are read
 # twice: 16384 x 1024 1171 / 1846; 1048 / 1809 with tiles of 128, 676 / 1316 read once by programs that wait.
@@ -227,8 +232,8 @@ def stats_tile(cols: int, itemsize: int, target: Target, *, across: bool, wide: 
         return tile_across(block, target, stats=True)
     if block <= (SHORT_COLUMNS if wide else SHORT_COLUMNS // 2):
         return short_tile(STATS_SHORT, block)
-    # Between 16-byte addresses, to a read, bf16 / fp32: 100001 columns 0.80 / 0.95, 50257 - / 0.94, with the tile of
-    # 65536 columns 0.69 / 0.93 and - / 0.89.
+    # Between 16-byte addresses, to a read, bf16 / fp32: 100001 columns 0.80 / 0.95, 50257 - / 0.94; with tiles of 8192
+    # elements 0.69 / 0.93 and - / 0.89.
     longest = INTERPRETED[False] if target.interpreting else None if wide else LONGEST_WHOLE
     tile = serving(STATS_WHOLE, block, longest)
     if tile is None:

@@ -27,7 +27,7 @@ TITLES = {"softmax": "softmax, one read and one write", "softmax_stats": "softma
 def softmax(rows: Sequence[Row], out: Path) -> None:
     """A panel for each op and dtype, a group for each shape."""
     title = lambda row: f"{TITLES.get(row['op'], row['op'])}, {row['dtype']}"
-    draw(rows, out, title, lambda row: f"{row['rows']} x {row['cols']}")
+    draw(rows, out, title, lambda row: f"{row['rows']} x\n{row['cols']}")  # in one line neighbours would touch
 
 
 def decode(rows: Sequence[Row], out: Path) -> None:

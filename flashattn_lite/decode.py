@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, arguments_decode, calls, dispatch, ops, tiled
+from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, ops, tiled
 from flashattn_lite import target as targets
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.target import Target
@@ -216,7 +216,10 @@ def attention_decode(
         options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
         if calls.under_grad() and calls.recorded(tensors):  # which would ask for the op's derivative at once
             _backward()
-        done = _at_once(tensors, given, (*options, backend)) or attention_decode_op(*tensors, *options, backend)
+        done = _at_once(tensors, given, (*options, backend))
+        if done is None:
+            flops.teach()
+            done = attention_decode_op(*tensors, *options, backend)
     out, lse = done
     return (out, lse) if return_lse else out
 

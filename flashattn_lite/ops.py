@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import calls, tiled_backward
+from flashattn_lite import calls, flops, tiled_backward
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
 
@@ -54,6 +54,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         given[at] = max(-(2**62), min(2**62, given[at])) if isinstance(given[at], int) else given[at]
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
+        flops.teach()
         return Recorded.apply(None, *args) if calls.under_grad() else attention(*args)
     ready = calls.prepared(args)
     done = _direct(ready, args)
@@ -129,6 +130,7 @@ def one_by_one(
 
 def derivative(*args: Any) -> tuple[Tensor, ...]:
     """`attention_backward`, whatever transforms it."""
+    flops.teach()
     return Derivative.apply(*args) if calls.under_grad() else attention_backward(*args)
 
 

@@ -59,6 +59,7 @@ FLOORS = {
     "kernels.decode_merge": 2,
     "kernels.decode_launch": 2,
     "dispatch": 3,
+    "flops": 3,
     "calls": 4,
     "ops": 4,
     "softmax": 4,

@@ -1,0 +1,102 @@
+"""torch's FlopCounterMode counts our ops as it counts torch's own attention."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+import flashattn_lite as fa
+
+Q, K, V = (2, 6, 9, 16), (2, 3, 13, 16), (2, 3, 13, 24)
+
+
+def tensors(*shapes, **options):
+    return [torch.randn(shape, **options) for shape in shapes]
+
+
+def counted(call, **options):
+    with FlopCounterMode(display=False, **options) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"backend": "tiled", "window": (3, 0)}])
+def test_forward_and_backward_count_as_torchs_own(options):
+    q, k, v = tensors(Q, K, V, requires_grad=True)
+    forward, backward = sdpa_flop_count(Q, K, V), sdpa_backward_flop_count((*Q[:3], V[3]), Q, K, V)
+    assert counted(lambda: fa.attention(q, k, v, **options)) == forward > 0
+    out = fa.attention(q, k, v, **options)  # nobody counts; then its backward alone
+    assert counted(lambda: out.sum().backward()) == backward
+    assert counted(lambda: fa.attention(q, k, v, **options).sum().backward()) == forward + backward
+
+
+def test_what_replaces_torchs_function_counts():
+    q, k = tensors(Q, K)
+    with fa.replace_sdpa():
+        call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        assert counted(call) == sdpa_flop_count(Q, K, K)
+    assert counted(lambda: fa.scaled_dot_product_attention(q, k, k, enable_gqa=True)) == sdpa_flop_count(Q, K, K)
+
+
+def test_modules_have_their_share():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return fa.attention(x, x, x)
+
+    model = torch.nn.Sequential(Block(), Block())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*tensors(Q))
+    assert counter.get_flop_counts()["Sequential.0"].popitem()[1] == sdpa_flop_count(Q, Q, Q)
+
+
+def test_keys_past_their_lengths_do_not_count():
+    q, k, v = tensors(Q, K, V)
+    lens = torch.tensor([4, 13], dtype=torch.int32)
+    one = lambda keys: sdpa_flop_count((1, *Q[1:]), (1, 3, keys, 16), (1, 3, keys, 24))
+    assert counted(lambda: fa.attention(q, k, v, kv_lens=lens)) == one(4) + one(13)
+    assert counted(lambda: fa.attention_decode(q, k, v, lens)) == one(4) + one(13)
+    pages_k, pages_v = tensors((3, 3, 16, 16), (3, 3, 16, 24))
+    table, lens = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32), torch.tensor([4, 27], dtype=torch.int32)
+    assert counted(lambda: fa.attention_decode(q, pages_k, pages_v, lens, block_table=table)) == one(4) + one(27)
+
+
+def test_packed_sequences_count_one_by_one():
+    q, k = tensors((9, 6, 16), (12, 3, 16))
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 2, 9], [0, 5, 6, 12]))
+    one = lambda rows, keys: sdpa_flop_count((1, 6, rows, 16), (1, 3, keys, 16), (1, 3, keys, 16))
+    call = lambda: fa.attention_varlen(q, k, k, cu_q, cu_k)
+    assert counted(call) == one(2, 5) + one(0, 1) + one(7, 6)
+
+
+def test_shapes_alone_are_enough():
+    with FakeTensorMode():
+        q, k, v = tensors(Q, K, V)
+        lens = torch.empty(2, dtype=torch.int32)
+        cu = torch.empty(3, dtype=torch.int32)
+        assert counted(lambda: fa.attention(q, k, v, kv_lens=lens)) == sdpa_flop_count(Q, K, V)
+        packed = torch.empty(9, 6, 16)
+        whole = sdpa_flop_count((1, 6, 9, 16), (1, 6, 9, 16), (1, 6, 9, 16))
+        call = lambda: fa.attention_varlen(packed, packed, packed, cu, cu, max_seqlen_q=5, max_seqlen_k=5)
+        assert counted(call) == whole
+
+
+def test_a_formula_of_ones_own_stays():
+    mine = {torch.ops.flashattn_lite.attention: lambda *args, **kwargs: 7}
+    assert counted(lambda: fa.attention(*tensors(Q, Q, Q)), custom_mapping=mine) == 7
+
+
+def test_nobody_who_does_not_count_imports_the_counter():
+    """And the first call that is counted is, whoever was imported first."""
+    code = (
+        "import sys, torch, flashattn_lite as fa; x = torch.randn(1, 2, 4, 8); fa.attention(x, x, x);"
+        "assert 'torch.utils.flop_counter' not in sys.modules;"
+        "from torch.utils.flop_counter import FlopCounterMode; counter = FlopCounterMode(display=False);"
+        "counter.__enter__(); fa.attention(x, x, x); print(counter.get_total_flops())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == sdpa_flop_count((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))

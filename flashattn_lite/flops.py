@@ -2,7 +2,8 @@
 
 torch.utils.flop_counter takes 0.15 s to import, so we don't: formulas are registered by the first call that somebody
 looks on while that module is there, with the counters that are looking too. What a mask hides is counted, as torch
-does; keys past kv_lens, and those of other packed sequences, are not. Reading those lengths waits for the GPU.
+does; keys past kv_lens, and those of other packed sequences, are not. To read those lengths, as torch's own formulas do
+those of packed sequences, waits for the GPU: only while somebody counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from flashattn_lite.problem import Inputs
 
 
 def known(lengths: Tensor) -> bool:
-    """Whether there are numbers to be read: neither a compiler's stand-in nor on the meta device."""
-    return type(lengths) is Tensor and not lengths.is_meta
+    """Whether there are numbers to be read: no compiler's stand-in, no meta tensor, nothing that a graph captures."""
+    captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    return type(lengths) is Tensor and not lengths.is_meta and not captured
 
 
 def pairs(inputs: Inputs, capacity: int | None = None) -> int:

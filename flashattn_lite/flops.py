@@ -21,8 +21,9 @@ from flashattn_lite.problem import Inputs
 
 def known(lengths: Tensor) -> bool:
     """Whether there are numbers to be read: no compiler's stand-in, no meta tensor, nothing that a graph captures."""
-    captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
-    return type(lengths) is Tensor and not lengths.is_meta and not captured
+    if type(lengths) is not Tensor or lengths.is_meta:
+        return False
+    return not (lengths.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def pairs(inputs: Inputs, capacity: int | None = None) -> int:

@@ -26,8 +26,8 @@ def counted(call, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"backend": "tiled", "window": (3, 0)}])
-def test_forward_and_backward_count_as_torchs_own(options):
-    q, k, v = tensors(Q, K, V, requires_grad=True)
+def test_forward_and_backward_count_as_torchs_own(device, options):
+    q, k, v = tensors(Q, K, V, requires_grad=True, device=device)
     forward, backward = sdpa_flop_count(Q, K, V), sdpa_backward_flop_count((*Q[:3], V[3]), Q, K, V)
     assert counted(lambda: fa.attention(q, k, v, **options)) == forward > 0
     out = fa.attention(q, k, v, **options)  # nobody counts; then its backward alone
@@ -35,8 +35,8 @@ def test_forward_and_backward_count_as_torchs_own(options):
     assert counted(lambda: fa.attention(q, k, v, **options).sum().backward()) == forward + backward
 
 
-def test_what_replaces_torchs_function_counts():
-    q, k = tensors(Q, K)
+def test_what_replaces_torchs_function_counts(device):
+    q, k = tensors(Q, K, device=device)
     with fa.replace_sdpa():
         call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
         assert counted(call) == sdpa_flop_count(Q, K, K)
@@ -54,23 +54,34 @@ def test_modules_have_their_share():
     assert counter.get_flop_counts()["Sequential.0"].popitem()[1] == sdpa_flop_count(Q, Q, Q)
 
 
-def test_keys_past_their_lengths_do_not_count():
-    q, k, v = tensors(Q, K, V)
-    lens = torch.tensor([4, 13], dtype=torch.int32)
+def test_keys_past_their_lengths_do_not_count(device):
+    q, k, v = tensors(Q, K, V, device=device)
+    lens = torch.tensor([4, 13], dtype=torch.int32, device=device)
     one = lambda keys: sdpa_flop_count((1, *Q[1:]), (1, 3, keys, 16), (1, 3, keys, 24))
     assert counted(lambda: fa.attention(q, k, v, kv_lens=lens)) == one(4) + one(13)
     assert counted(lambda: fa.attention_decode(q, k, v, lens)) == one(4) + one(13)
-    pages_k, pages_v = tensors((3, 3, 16, 16), (3, 3, 16, 24))
-    table, lens = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32), torch.tensor([4, 27], dtype=torch.int32)
+    pages_k, pages_v = tensors((3, 3, 16, 16), (3, 3, 16, 24), device=device)
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2, -1], [0, 1]], [4, 27]))
     assert counted(lambda: fa.attention_decode(q, pages_k, pages_v, lens, block_table=table)) == one(4) + one(27)
 
 
-def test_packed_sequences_count_one_by_one():
-    q, k = tensors((9, 6, 16), (12, 3, 16))
-    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 2, 9], [0, 5, 6, 12]))
+def test_packed_sequences_count_one_by_one(device):
+    q, k = tensors((9, 6, 16), (12, 3, 16), device=device)
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ([0, 2, 2, 9], [0, 5, 6, 12]))
     one = lambda rows, keys: sdpa_flop_count((1, 6, rows, 16), (1, 3, keys, 16), (1, 3, keys, 16))
     call = lambda: fa.attention_varlen(q, k, k, cu_q, cu_k)
     assert counted(call) == one(2, 5) + one(0, 1) + one(7, 6)
+
+
+@pytest.mark.gpu
+def test_a_graph_may_capture_what_is_counted():
+    q, k, v = tensors(Q, K, V, device="cuda")
+    lens = torch.tensor([4, 13], dtype=torch.int32, device="cuda")
+    fa.attention_decode(q, k, v, lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count = counted(lambda: fa.attention_decode(q, k, v, lens))
+    assert count == sdpa_flop_count(Q, K, V)  # nobody knows with which lengths it will be replayed
 
 
 def test_shapes_alone_are_enough():

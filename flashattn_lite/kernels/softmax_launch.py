@@ -154,6 +154,7 @@ def plan(
     stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
     args = (x, *stats, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *stats_strides)
     parts = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
+    parts["EVEN"] = shape["EVEN"] and (across or tile.rows > 1 or not x_unit)  # else one kernel for all lengths
     launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | parts | options)]
     if wants_softmax:
         args = (x, y, *stats, *lengths, *sizes, *x_steps, *y_steps)

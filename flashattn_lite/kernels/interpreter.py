@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import triton
 
 
 @contextmanager
@@ -15,3 +18,20 @@ def numpy_errors_off() -> Iterator[None]:
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # a maximum of NaN alone
         yield
+
+
+def take_scalars_from_arrays() -> None:
+    """Lets the interpreter of Triton 3.6 count loops with NumPy 2.4, whose int() takes no array of one element."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))  # as Triton 3.7 has it
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
+    take_scalars_from_arrays()

@@ -157,6 +157,30 @@ def marked(task, lse, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, sizes, args, F: gl.constexpr,
+         T: gl.constexpr):  # fmt: skip
+    """Has a tile that was finished done again, step by step, while it has marks; see hopper_again.py."""
+    task = locate(tile, sizes, args, F, T)
+    mode = marked(task, lse, F, T)
+    dirty = 0
+    while mode != FAST:
+        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, F, T)
+        it += task.count
+        n_tile += 1
+        verdict, n_message, n_report = report(n_message, n_report, talk, T)
+        if mode == REDO:
+            dirty |= verdict
+            mode = marked(task, lse, F, T)
+            if mode == FAST:
+                mode = dirty * PLUS
+        elif mode == PLUS:
+            mode = MINUS
+        else:
+            mode = FAST
+    return n_message, n_report, it, n_tile
+
+
+@gluon.jit
 def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F: gl.constexpr, T: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     it, n_tile, n_message, n_report = 0, 0, 0, 0
@@ -177,22 +201,6 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
             count = 0
         for i in range(count):
             again = gl.max(listed.index(i).load(ONE), 0)
-            task = locate(again, sizes, args, F, T)
-            mode = marked(task, lse, F, T)
-            dirty = 0
-            while mode != FAST:
-                n_message, _ = serve(again * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, F,
-                                     T)  # fmt: skip
-                it += task.count
-                n_tile += 1
-                verdict, n_message, n_report = report(n_message, n_report, talk, T)
-                if mode == REDO:
-                    dirty |= verdict
-                    mode = marked(task, lse, F, T)
-                    if mode == FAST:
-                        mode = dirty * PLUS
-                elif mode == PLUS:
-                    mode = MINUS
-                else:
-                    mode = FAST
+            n_message, n_report, it, n_tile = redo(again, n_message, n_report, talk, descs, rings, bars, it,
+                                                   n_tile, lse, sizes, args, F, T)  # fmt: skip
     send(END, no_task(tile), n_message, talk)

@@ -192,8 +192,9 @@ def bandwidths(rows: Sequence[Row], op: str) -> Iterator[tuple[str, list[Speeds]
 def decode(rows: Sequence[Row]) -> list[str]:
     """GB/s of K and V read."""
     cells = decode_cells(rows)
-    shown = {"read": "read", OURS: "ours", f"{OURS}-paged": "paged", "sdpa-cudnn": "cuDNN", "fa3": "FA3",
+    names = {"read": "read", OURS: "ours", f"{OURS}-paged": "paged", "sdpa-cudnn": "cuDNN", "fa3": "FA3",
              "sdpa-flash": "FA2 in torch", "flex": "flex"}  # fmt: skip
+    shown = {name: text for name, text in names.items() if any(name in cell for cell in cells.values())}
     lines = header("batch x keys", *shown.values(), "to a read, to the best peer")
     for (batch, keys, tokens), cell in sorted(cells.items(), key=lambda item: tuple(map(int, item[0]))):
         name = f"{batch} x {int(keys) >> 10}k" + ("" if tokens == "1" else f", {tokens} tokens")
@@ -231,7 +232,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "h200", help="a folder of CSVs: %(default)s")
     options = parser.parse_args(argv)
     for name, table in TABLES.items():
-        print("\n".join((name, *table(results(options.results)), "")))
+        try:
+            lines = table(results(options.results))
+        except FileNotFoundError as missing:
+            lines = [f"no {missing.filename}"]
+        print("\n".join((name, *lines, "")))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import re
 import statistics
 from contextlib import contextmanager
 
@@ -145,77 +144,6 @@ def test_the_profile_has_a_row_for_each_kernel(tmp_path):
         ("flashattn_lite-triton", "False", "128x64", "2"),
     ]  # one tile serves both lengths
     assert all(0 < int(row["registers"]) <= 255 and int(row["shared_bytes"]) <= 227 << 10 for row in rows)
-
-
-@pytest.mark.parametrize("name", tables.TABLES)
-def test_published_tables_are_those_of_the_results(name):
-    """Every line that the CSVs give stands in the page."""
-    page = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    lines = tables.TABLES[name](tables.results())
-    assert len(lines) > 3
-    assert not set(lines) - set(map(str.rstrip, page.splitlines()))
-
-
-def between(values):
-    return f"{min(values):.2f} to {max(values):.2f}"
-
-
-def test_the_readme_has_the_results():
-    text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
-    rows = tables.results()("attention")
-    bf16, fp16 = (tables.attention_cells(rows, dtype) for dtype in ("bf16", "fp16"))
-
-    cudnn, rival, ahead = tables.summary(bf16)
-    assert f"{cudnn:.2f} times the speed of cuDNN" in text
-    assert f"{rival:.2f} times that of the fastest rival" in text
-    assert f"over {len(bf16)} shapes; {ahead} of them we lead" in text
-    assert {row["commit"] for row in rows} == set(re.findall(r"; commit (\w+)\) we run at", text))
-    _, rival, ahead = tables.summary(fp16)
-    assert f"In float16 we lead in {ahead} shapes of {len(fp16)}, by {rival - 1:.0%} in the mean" in text
-    furthest = min(fp16, key=lambda key: tables.to_best(fp16[key]))
-    assert furthest == ("128", "True", "512")
-    assert f"head dim 128, causal, 512 keys ({tables.to_best(fp16[furthest]):.2f})" in text
-    long, short = ([tables.to_cudnn(c) for key, c in bf16.items() if key[2] == length] for length in ("16384", "512"))
-    assert f"16k keys: {between(long)} of cuDNN; 512 keys: {between(short)}." in text
-    to_fa3, to_fa4 = ([c["flashattn_lite"] / c[rival] for c in bf16.values()] for rival in ("fa3", "fa4"))
-    assert f"Of FlashAttention-3 {between(to_fa3)}, of FlashAttention-4 {between(to_fa4)}." in text
-    fastest = {max(rivals, key=rivals.__getitem__) for rivals in map(tables.rivals, bf16.values())}
-    assert fastest == {"sdpa-cudnn", "fa3", "fa4"}
-
-
-def test_the_readme_has_packed_host_time_decoding_and_softmax():
-    text = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
-    read = tables.results()
-    commit = {name: row["commit"] for name in ("host_time", "packed", "decode", "softmax") for row in read(name)}
-    assert all(len({row["commit"] for row in read(name)}) == 1 for name in commit)
-    full = tables.speeds(read("host_time"), "host_us", "op", "causal")["attention_forward", "False"]
-    ours, torchs, fa3, flex = (f"{full[name]:.0f}" for name in ("flashattn_lite", "sdpa", "fa3", "flex"))
-    assert f"takes {ours} µs of the host's time; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
-    assert f"FlexAttention's {flex} (commit {commit['host_time']})." in text
-    to_fa3, to_torch = ([cell["flashattn_lite"] / cell[rival] for cell in tables.packed_cells(read("packed")).values()]
-                        for rival in ("fa3", "sdpa-varlen"))  # fmt: skip
-    assert f"Packed sequences: {between(to_fa3)} of FlashAttention-3, {between(to_torch)} of torch's own kernel" in text
-    assert f"of torch's own kernel (commit {commit['packed']})." in text
-    decoding = tables.speeds(read("decode"), "gbps", "batch", "len_kv", "len_q")
-    one, more = ([tables.to_best(c, "read") for key, c in decoding.items() if (key[0] == "1") == alone]
-                 for alone in (True, False))  # fmt: skip
-    assert f"Decoding (commit {commit['decode']}): with one sequence we reach" in text
-    assert f"one sequence we reach {between(one)} times the speed of the fastest rival" in text
-    assert f"with 8 or 64 sequences {between(more)}." in text
-    shapes = {shape: [tables.to_best(cell, "copy") for cell in pair]
-              for shape, pair in tables.bandwidths(read("softmax"), "softmax")}  # fmt: skip
-    short = [pair for shape, pair in shapes.items() if (cols := int(shape.split(" x ")[1])) <= 16384 and cols % 2 == 0]
-    up_to_16k = [ratio for pair in short for ratio in pair]
-    long = ("8192 x 32768", "1024 x 131072", "16 x 1048576", "8192 x 50304", "8192 x 50257", "32768 x 4097")
-    bf16, fp32 = zip(*(shapes[shape] for shape in long), strict=True)
-    assert len(short) + len(long) == len(shapes)
-    assert f"{between(up_to_16k)} up to 16k columns, {bf16[0]:.2f} (bf16) and {fp32[0]:.2f} (float32) at 32k" in text
-    assert f"{bf16[1]:.2f} and {fp32[1]:.2f} at 128k, {bf16[2]:.1f} and {fp32[2]:.1f} at" in text
-    assert f"a million, {bf16[3]:.2f} and {fp32[3]:.2f} at 50304 (GPT-2's vocabulary, padded)." in text
-    to_copy = [cell["flashattn_lite"] / cell["copy"] for shape, pair in tables.bandwidths(read("softmax"), "softmax")
-               if shape in long[4:] for cell in pair]  # fmt: skip
-    assert f"{between(to_copy)} of a copy's speed all the same: 8192 x 50257 {bf16[4]:.2f} and {fp32[4]:.2f}," in text
-    assert f" 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f} (commit {commit['softmax']})." in text
 
 
 def test_a_table_by_hand():

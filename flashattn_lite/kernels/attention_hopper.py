@@ -15,7 +15,7 @@ hold, or whose acc is not finite leaves a mark in its lse: EXACT or CLEAN. After
 producer has the marked ones done again (hopper_again.py), in the same launch. Only marked rows are written again.
 
 The usual way through a row tile is kept short and in one piece, what is rare lies behind it: that code passes through
-the instruction cache once a row tile, and its misses took up to a third of a short one (docs/performance.md).
+the instruction cache once a row tile, and its misses took up to a third of a short one (docs/experiments.md).
 
 Barriers (mbarrier; each side counts its own phase)
   slot_full[2]     producer -> consumers: a message is there   slot_empty[2]     each consumer: it was read

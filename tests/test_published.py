@@ -1,0 +1,132 @@
+"""Every number that README and docs/performance.md publish is one of the committed results'."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks import provenance, tables
+
+PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+README = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
+H100 = provenance.RESULTS / "h100-80gb-hbm3"
+PUBLISHED = [(tables.results(), name) for name in tables.TABLES]
+PUBLISHED += [(tables.results(H100), name) for name in ("attention", "decode", "softmax")]
+
+
+@pytest.mark.parametrize(("read", "name"), PUBLISHED)
+def test_published_tables_are_those_of_the_results(read, name):
+    """Every line that the CSVs give stands in the page."""
+    lines = tables.TABLES[name](read)
+    assert len(lines) > 3
+    assert not set(lines) - set(map(str.rstrip, PAGE.splitlines()))
+
+
+def test_the_aims_are_compared_with_the_results():
+    lines = PAGE.partition("| aim | reached |")[2].partition("\n\n")[0].splitlines()[2:]
+    reached = dict(line.strip("| ").split(" | ") for line in lines)
+    rows = tables.results()("attention")
+    bf16, fp16 = (tables.attention_cells(rows, dtype) for dtype in ("bf16", "fp16"))
+    (_, mean, ahead), (_, mean_16, ahead_16) = map(tables.summary, (bf16, fp16))
+    behind = {key: f"{tables.to_best(cell):.3g}" for key, cell in fp16.items() if tables.to_best(cell) < 1}
+    by_128, by_256, by_2k = (behind.pop(key) for key in (("128", "True", "512"), ("256", "True", "512"),
+                                                         ("256", "False", "2048")))  # fmt: skip
+    assert not behind
+    assert reached["attention: at or above the best rival in every cell"] == (
+        f"bf16 {ahead} of 30; **fp16 {ahead_16} of 30** (causal 512 of d128 {by_128} and d256 {by_256}, "
+        f"full 2k of d256 {by_2k})"
+    )
+    assert reached["8% above the best rival in the mean"] == f"**bf16 {mean - 1:.1%}, fp16 {mean_16 - 1:.1%}**"
+    ahead, ahead_16 = (sum(tables.to_best(cells[key]) >= 1.05 for key in cells if key[2] in ("512", "1024"))
+                       for cells in (bf16, fp16))  # fmt: skip
+    one, other = (tables.to_best(bf16["128", *key]) for key in (("True", "1024"), ("False", "512")))
+    assert reached["1.05 of the best rival at 512 and 1k keys"] == (
+        f"bf16 {ahead} of 12 cells: **d128 causal 1k {one:.2f}, full 512 {other:.2f}**; fp16 {ahead_16} of 12"
+    )
+    softmax = dict(tables.bandwidths(tables.results()("softmax"), "softmax"))
+    least = min(tables.to_best(cell, "copy") for pair in softmax.values() for cell in pair)
+    assert reached["softmax: 0.98 of the best rival"] == f"every cell, least {least:.3f}"
+    bf16, fp32 = (cell["flashattn_lite"] / cell["copy"] for cell in softmax["16 x 1048576"])
+    assert reached["16 x 1048576: 0.90 of the copy"] == f"**bf16 {bf16:.2f}, float32 {fp32:.3f}**"
+    decoding = tables.decode_cells(tables.results()("decode"))
+    best = {key: tables.to_best(cell, "read") for key, cell in decoding.items()}
+    assert reached["decoding: the best rival in every cell"] == (
+        f"{sum(ratio >= 1 for ratio in best.values())} of 7; **64 x 8k {best['64', '8192', '1']:.2f}, sixteen tokens "
+        f"{best['8', '8192', '16']:.2f}**"
+    )
+    assert reached["decoding: 1.3 of the best rival at 1 x 8k"].startswith(f"**{best['1', '8192', '1']:.2f}**; a read")
+
+
+def between(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def test_the_readme_has_the_results():
+    text = README
+    rows = tables.results()("attention")
+    bf16, fp16 = (tables.attention_cells(rows, dtype) for dtype in ("bf16", "fp16"))
+
+    cudnn, rival, ahead = tables.summary(bf16)
+    assert f"{cudnn:.2f} times the speed of cuDNN" in text
+    assert f"{rival:.2f} times that of the fastest rival" in text
+    assert f"over {len(bf16)} shapes; {ahead} of them we lead" in text
+    assert {row["commit"] for row in rows} == set(re.findall(r"; commit (\w+)\) we run at", text))
+    _, rival, ahead = tables.summary(fp16)
+    assert f"In float16 we lead in {ahead} shapes of {len(fp16)}, by {rival - 1:.0%} in the mean" in text
+    furthest = min(fp16, key=lambda key: tables.to_best(fp16[key]))
+    assert furthest == ("128", "True", "512")
+    assert f"head dim 128, causal, 512 keys ({tables.to_best(fp16[furthest]):.2f})" in text
+    long, short = ([tables.to_cudnn(c) for key, c in bf16.items() if key[2] == length] for length in ("16384", "512"))
+    assert f"16k keys: {between(long)} of cuDNN; 512 keys: {between(short)}." in text
+    to_fa3, to_fa4 = ([c["flashattn_lite"] / c[rival] for c in bf16.values()] for rival in ("fa3", "fa4"))
+    assert f"Of FlashAttention-3 {between(to_fa3)}, of FlashAttention-4 {between(to_fa4)}." in text
+    fastest = {max(rivals, key=rivals.__getitem__) for rivals in map(tables.rivals, bf16.values())}
+    assert fastest == {"sdpa-cudnn", "fa3", "fa4"}
+
+    rows = tables.results(H100)("attention")
+    cells = tables.attention_cells(rows, "bf16")
+    cudnn, rival, ahead = tables.summary(cells)
+    furthest = min(cells, key=lambda key: tables.to_best(cells[key]))
+    assert furthest == ("256", "True", "512")
+    assert {row["commit"] for row in rows} == set(re.findall(r"On an H100 \(commit (\w+)\) ", text))
+    assert (
+        f"{cudnn:.2f} of cuDNN, {rival:.2f} of the faster of cuDNN and FlashAttention-3, ahead of both in {ahead}"
+        in text
+    )
+    assert f"causal, 512 keys ({tables.to_best(cells[furthest]):.2f})" in text
+
+
+def test_the_readme_has_packed_host_time_decoding_and_softmax():
+    text = README
+    read = tables.results()
+    commit = {name: row["commit"] for name in ("host_time", "packed", "decode", "softmax") for row in read(name)}
+    assert all(len({row["commit"] for row in read(name)}) == 1 for name in commit)
+    full = tables.speeds(read("host_time"), "host_us", "op", "causal")["attention_forward", "False"]
+    ours, torchs, fa3, flex = (f"{full[name]:.0f}" for name in ("flashattn_lite", "sdpa", "fa3", "flex"))
+    assert f"takes {ours} µs of the host's time; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
+    assert f"FlexAttention's {flex} (commit {commit['host_time']})." in text
+    to_fa3, to_torch = ([cell["flashattn_lite"] / cell[rival] for cell in tables.packed_cells(read("packed")).values()]
+                        for rival in ("fa3", "sdpa-varlen"))  # fmt: skip
+    assert f"Packed sequences: {between(to_fa3)} of FlashAttention-3, {between(to_torch)} of torch's own kernel" in text
+    assert f"of torch's own kernel (commit {commit['packed']})." in text
+    decoding = tables.speeds(read("decode"), "gbps", "batch", "len_kv", "len_q")
+    one, more = ([tables.to_best(c, "read") for key, c in decoding.items() if (key[0] == "1") == alone]
+                 for alone in (True, False))  # fmt: skip
+    assert f"Decoding (commit {commit['decode']}): with one sequence we reach" in text
+    assert f"one sequence we reach {between(one)} times the speed of the fastest rival" in text
+    assert f"with 8 or 64 sequences {between(more)}." in text
+    shapes = {shape: [tables.to_best(cell, "copy") for cell in pair]
+              for shape, pair in tables.bandwidths(read("softmax"), "softmax")}  # fmt: skip
+    short = [pair for shape, pair in shapes.items() if (cols := int(shape.split(" x ")[1])) <= 16384 and cols % 2 == 0]
+    up_to_16k = [ratio for pair in short for ratio in pair]
+    long = ("8192 x 32768", "1024 x 131072", "16 x 1048576", "8192 x 50304", "8192 x 50257", "32768 x 4097")
+    bf16, fp32 = zip(*(shapes[shape] for shape in long), strict=True)
+    assert len(short) + len(long) == len(shapes)
+    assert f"{between(up_to_16k)} up to 16k columns, {bf16[0]:.2f} (bf16) and {fp32[0]:.2f} (float32) at 32k" in text
+    assert f"{bf16[1]:.2f} and {fp32[1]:.2f} at 128k, {bf16[2]:.1f} and {fp32[2]:.1f} at" in text
+    assert f"a million, {bf16[3]:.2f} and {fp32[3]:.2f} at 50304 (GPT-2's vocabulary, padded)." in text
+    to_copy = [cell["flashattn_lite"] / cell["copy"] for shape, pair in tables.bandwidths(read("softmax"), "softmax")
+               if shape in long[4:] for cell in pair]  # fmt: skip
+    assert f"{between(to_copy)} of a copy's speed all the same: 8192 x 50257 {bf16[4]:.2f} and {fp32[4]:.2f}," in text
+    assert f" 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f} (commit {commit['softmax']})." in text

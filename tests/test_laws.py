@@ -42,9 +42,10 @@ def test_packed_law(law: Any, device: torch.device) -> None:
     check_packed(flashattn_lite.attention_varlen, laws=[law], n=PROBLEMS, device=device, **sizes)
 
 
-def test_float64_on_the_tiled_path(device: torch.device) -> None:
+@NAMED
+def test_float64_on_the_tiled_path(law: Any, device: torch.device) -> None:
     attention = functools.partial(flashattn_lite.attention, backend="tiled")
-    check(attention, laws=[matches_oracle], n=PROBLEMS, device=device, dtypes=[torch.float64], **SIZES)
+    check(attention, laws=[law], n=PROBLEMS, device=device, dtypes=[torch.float64], **SIZES)
 
 
 @pytest.mark.parametrize("length", [129, 257] if INTERPRETING else [127, 128, 129, 257])

@@ -58,7 +58,8 @@ def expect_gradients(case: Case, d_out: Tensor, d_lse: Tensor | None) -> Gradien
     for name, grad in grads.items():
         assert grad is not None
         tiny = torch.finfo(case.q.dtype).smallest_normal
-        result[name] = (grad, bounds[name].sum_to_size(grad.shape) + ROUNDING * _eps(case) * grad.abs() + tiny)
+        eps = max(_eps(case), torch.finfo(getattr(case, name).dtype).eps)  # of a gradient, in its tensor's dtype
+        result[name] = (grad, bounds[name].sum_to_size(grad.shape) + ROUNDING * eps * grad.abs() + tiny)
     return result
 
 

@@ -82,6 +82,8 @@ def head_slot_is_irrelevant(attention: Attention, case: Case) -> None:
 
 def packed_neighbours_are_irrelevant(attention_varlen: Attention, case: PackedCase) -> None:
     """NaN in the other packed sequences leaves a sequence's bits alone."""
+    # The NaN come in tensors of our own: with other strides, a CPU's product may have other bits.
+    case = case.replace(q=case.q.contiguous(), k=case.k.contiguous(), v=case.v.contiguous())
     out, lse = run_packed(attention_varlen, case)
     for rows, keys in case.sequences():
         q, k, v = (torch.full_like(x, math.nan) for x in (case.q, case.k, case.v))

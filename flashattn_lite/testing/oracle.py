@@ -67,9 +67,12 @@ def run_reference(case: Case, dtype: torch.dtype | None = None) -> tuple[Tensor,
     return out, lse
 
 
-def accumulator_eps(case: Case) -> float:
-    """Eps of the arithmetic inside: float32, or float64 for float64; TF32's where torch is told to allow it."""
-    dtype = case.q.dtype
+def accumulator_eps(case: Case, inside: torch.dtype | None = None) -> float:
+    """Eps of the arithmetic inside: float32, or float64 for float64; TF32's where torch is told to allow it.
+
+    `inside` says otherwise: float64 that goes through an lse in float32 has no more digits than that.
+    """
+    dtype = inside or case.q.dtype
     if dtype == torch.float32 and case.q.is_cuda and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-10
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -89,14 +92,15 @@ def smallest_weight(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(torch.float32).tiny
 
 
-def weights(case: Case) -> Weights:
+def weights(case: Case, inside: torch.dtype | None = None) -> Weights:
     """Needs no care for speed, only for infinities: e^delta is kept as a logarithm where it could overflow."""
-    exact, unit = upcast(case), ACCUMULATION * accumulator_eps(case)
+    eps = accumulator_eps(case, inside)
+    exact, unit = upcast(case), ACCUMULATION * eps
     out, lse = run_reference(exact)
     seen = case.visible()
     k = repeat_heads(exact.k, case.q.shape[1])
     s = dot(exact.q, k, seen) * case.factor
-    score_unit = unit + summing(case.q.shape[-1]) * accumulator_eps(case)
+    score_unit = unit + summing(case.q.shape[-1]) * eps
     delta = score_unit * abs(case.factor) * dot(exact.q.abs(), k.abs(), seen)
     if case.softcap is not None:
         cap = lambda x: case.softcap * torch.tanh(x / case.softcap)
@@ -121,9 +125,12 @@ def grown(p: Tensor, delta: Tensor) -> Tensor:
     return torch.exp(torch.log(p) + log_growth).nan_to_num(nan=0.0, posinf=math.inf)
 
 
-def expect(case: Case, eager: bool = True) -> Expected:
-    """The answer and the bounds; `eager=False` leaves eager torch's error out of them, and its run too."""
-    w, dtype = weights(case), case.q.dtype
+def expect(case: Case, eager: bool = True, inside: torch.dtype | None = None) -> Expected:
+    """The answer and the bounds; `eager=False` leaves eager torch's error out of them, and its run too.
+
+    inside: see `accumulator_eps`.
+    """
+    w, dtype = weights(case, inside), case.q.dtype
     out, lse = w.out, w.lse
     v = repeat_heads(case.v.detach().double(), case.q.shape[1])
     size = weigh(w.p, v.abs(), w.seen)
@@ -131,7 +138,7 @@ def expect(case: Case, eager: bool = True) -> Expected:
     total = growth.sum(-1) + growth_sink
     least = (w.p * torch.exp(-w.delta)).sum(-1) + w.p_sink * torch.exp(-w.delta_sink)
     moved = (weigh(growth, v.abs(), w.seen) + total.unsqueeze(-1) * out.abs()) / least.unsqueeze(-1)
-    unit = (ACCUMULATION + summing(case.k.shape[2])) * accumulator_eps(case)
+    unit = (ACCUMULATION + summing(case.k.shape[2])) * accumulator_eps(case, inside)
     rounding = ROUNDING * torch.finfo(dtype).eps + unit
     lost = smallest_weight(dtype) * weigh(w.seen.double(), v.abs(), w.seen)
     bound = moved + rounding * size + lost + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -259,9 +259,11 @@ class RowTile:
 
 
 def operand(x: Tensor, dtype: torch.dtype, slots: int = 0) -> Tensor:
-    """[slots, rows, columns] as an operand of a product: cast, columns padded with zeros to ALIGN, a lone slot doubled
+    """[slots, rows, columns] as an operand of a product: cast, columns padded with zeros to ALIGN.
 
-    where `slots` asks for two (a batch of one runs another algorithm, with other bits).
+    Where `slots` asks for two, a lone slot is doubled (a batch of one runs another algorithm, with other bits), and
+    columns that lie apart are brought together: torch would do it too, but otherwise for one slot than for more.
     """
     x = F.pad(x.to(dtype), (0, -x.shape[-1] % ALIGN)) if x.shape[-1] % ALIGN else x.to(dtype)
+    x = x.contiguous() if slots and x.stride(-1) != 1 else x
     return x.expand(slots, -1, -1) if x.shape[0] < slots else x

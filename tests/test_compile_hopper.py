@@ -76,6 +76,22 @@ def test_no_loop_that_is_never_entered(dtype, options, loops):
     assert compiled("sm_90", plan).asm["ttgir"].count("ttng.warp_group_dot %") == consumers * (2 * loops + 2 + 2)
 
 
+@pytest.mark.parametrize(
+    ("mask", "rows", "wanted", "others"),
+    [
+        ("bool", 64, "ld.global.b16", ["ld.global.b8"]),
+        ("bool", 65, "ld.global.b8", ["ld.global.b16"]),
+        ("float", 64, "ld.global.v2.b32", ["ld.global.b16"]),
+        ("float", 65, "ld.global.b32", ["ld.global.v2.b32"]),
+    ],
+)
+def test_a_mask_comes_two_keys_at_a_time_where_its_rows_allow_it(mask, rows, wanted, others):
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", 64, 64, torch.bfloat16, mask=mask, rows=rows)
+    ptx = compiled("sm_90", plan).asm["ptx"]
+    assert f"{wanted} " in ptx
+    assert not [other for other in others if f"{other} " in ptx]
+
+
 def used_after(definition, code):
     """The code between a value's definition and its first use."""
     rest = code[definition.end() :]
@@ -165,7 +181,7 @@ def test_every_problem_has_a_tile_that_fits(dim, group, rows):
         dim, dim, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": True}
     )
     config = tuning.hopper_tile(problem)
-    tile = attention_hopper_launch.tile_of(problem, config)
+    tile = attention_hopper_launch.tile_of(problem, None, config)
     shared = 2 * (64 * tile.Q_SLOTS * tile.BLOCK_D + tile.BLOCK_M * tile.O_SLOTS * tile.O_WIDTH)
     shared += 2 * tile.STAGES * tile.BLOCK_N * (tile.BLOCK_D + tile.BLOCK_DV)
     others, system = 3072, 1024  # the list, messages and barriers

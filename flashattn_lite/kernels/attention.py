@@ -51,6 +51,7 @@ class Tile:
     GROUP: int  # query heads of one key/value head
     PRECISION: str  # of tl.dot on float32 operands
     TMA: bool  # K and V arrive as tensor descriptors
+    MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
 
 
@@ -80,17 +81,23 @@ def load_tile(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F: tl.constexpr):
+def mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T: tl.constexpr):
+    """[M, N] of a head's mask, [1, N] without MASK_ROWS; rows that are not there have the last one's."""
+    ptrs = mask_ptr + offs_n.to(tl.int64)[None, :] * args.mask_strides[3]
+    if T.MASK_ROWS:
+        ptrs += tl.minimum(offs_m, len_q - 1).to(tl.int64)[:, None] * args.mask_strides[2]
+    return tl.load(ptrs, mask=(offs_n < len_k)[None, :], other=0)
+
+
+@triton.jit
+def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F: tl.constexpr,
+                  T: tl.constexpr):  # fmt: skip
     """Hides what a row may not see as -inf; adds a float mask."""
     seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
-    if F.mask != "":
-        ptrs = mask_ptr + offs_m.to(tl.int64)[:, None] * args.mask_strides[2]
-        ptrs += offs_n.to(tl.int64)[None, :] * args.mask_strides[3]
-        tile = tl.load(ptrs, mask=(offs_m < len_q)[:, None] & (offs_n < len_k)[None, :], other=0)  # [M, N]
-        if F.mask == "bool":
-            seen = seen & (tile != 0)
-        else:
-            s = add_mask(s, tile)
+    if F.mask == "bool":
+        seen = seen & (mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T) != 0)
+    if F.mask == "float":
+        s = add_mask(s, mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T))
     return tl.where(seen, s, float("-inf"))
 
 
@@ -114,7 +121,7 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
             l_i, p = update_fixed(m_i, l_i, s, scale)
         else:
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
-            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
             m_i, l_i, alpha, p = update(m_i, l_i, s, scale)
             acc *= alpha[:, None]
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not FIXED)
@@ -144,7 +151,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
         s = tl.where(exact == 1, s * scale, s)
         scale = tl.where(exact == 1, 1.0, scale)
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
-        s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+        s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
         fixed = (exact == 0) & (i >= visit[1])
         m_new = tl.where(fixed, m_i, tl.maximum(m_i, tl.max(s, 1) * scale))
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
@@ -206,7 +213,7 @@ def add_infinities(v_src, mask_ptr, visit, dst, offs_m, write, len_q, len_k, dia
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s = tl.full([T.BLOCK_M, T.BLOCK_N], 0.0, tl.float32)
-            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F)
+            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
             hits = tl.dot((s != float("-inf")).to(v.dtype), hit, hits, input_precision=T.PRECISION)
         out = tl.load(ptrs, mask=write[:, None] & exists, other=0.0)
         tl.store(ptrs, out + tl.where(hits > 0, infinity, 0.0).to(out.dtype), mask=write[:, None] & exists)

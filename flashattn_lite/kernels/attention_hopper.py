@@ -56,7 +56,7 @@ from flashattn_lite.kernels.hopper_rows import (
     settles_first,
     take_rows,
 )
-from flashattn_lite.kernels.hopper_scores import careful, fast, settled_first
+from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     END,
@@ -124,19 +124,6 @@ def own_q(q, T: gl.constexpr):
 
 
 @gluon.jit
-def pack_p(p, v, LAYOUT: gl.constexpr):
-    """P [64, N] as an operand of its product with v, in v's dtype.
-
-    By an asm that stays where it is, because ptxas would do it behind the next scores: then P in float32, P and S are
-    all in registers, and some are spilled.
-    """
-    KIND: gl.constexpr = "f16x2" if v.dtype.is_fp16() else "bf16x2"
-    w = gl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [p], dtype=v.dtype, is_pure=False,
-                                  pack=2)  # fmt: skip
-    return gl.convert_layout(w, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL: gl.constexpr, WG: gl.constexpr,
            F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
@@ -158,11 +145,13 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         mbarrier.wait(bars.v_full.index(at), phase)
         acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         pass_turn(WG, T)
+        if CAREFUL:
+            mask = mask_tile(i, rows, task, args, F, T)
         s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
         if T.APART:
             mbarrier.arrive(bars.k_empty.index(k_at), count=1)
         if CAREFUL:
-            m_i, l_i, alpha, p = careful(s, m_i, l_i, i, rows, task, args, F, T)
+            m_i, l_i, alpha, p = careful(s, mask, m_i, l_i, i, rows, task, args, F, T)
         else:
             l_i, p = fast(s, m_i, l_i, args, F, T)
             l_i = settled_first(l_i)
@@ -223,10 +212,11 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     q_at, q_phase = q_slot(n_tile, WG, T)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     q = take_q(q_at, q_s, S_LAYOUT, T)
+    mask = mask_tile(skip, rows, task, args, F, T)
     s = first_scores(q, rings, bars, it, S_LAYOUT, T)
     if T.Q_HELD:  # not before a product has used it: a load that was issued may still be under way behind a barrier
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)
-    m_i, l_i, _alpha, p = careful(s, m_i, l_i, skip, rows, task, args, F, T)
+    m_i, l_i, _alpha, p = careful(s, mask, m_i, l_i, skip, rows, task, args, F, T)
     state = (acc, m_i, l_i)
     if not settles_first(F, T):
         state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)

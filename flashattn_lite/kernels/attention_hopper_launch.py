@@ -14,7 +14,16 @@ from flashattn_lite.errors import show
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
-from flashattn_lite.kernels.operands import lse_strides, score_args, sizes, strides, takes_tma, tma_strides
+from flashattn_lite.kernels.operands import (
+    in_pairs,
+    lse_strides,
+    score_args,
+    sizes,
+    strides,
+    takes_tma,
+    tma_strides,
+    varies,
+)
 from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
 from flashattn_lite.kernels.uncovered import Uncovered
@@ -45,7 +54,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     return reasons
 
 
-def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
+def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
     block_d, block_dv = max(64, padded(problem.head_dim)), max(64, padded(problem.head_dim_v))
     o_width = min(config.o_width, block_dv)
     return HopperTile(
@@ -65,6 +74,8 @@ def tile_of(problem: AttentionProblem, config: HopperConfig) -> HopperTile:
         CARRIED=config.carried,
         TURNS=config.turns,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
+        MASK_ROWS=varies(problem, mask, 2) or (config.pack > 1 and varies(problem, mask, 1)),
+        MASK_ALIGN=2 if in_pairs(problem, mask) else 1,
         LIMIT=LIMITS[problem.dtype],
     )
 
@@ -82,7 +93,7 @@ class Call:
         config: HopperConfig | None = None,
     ) -> None:
         config = config or hopper_tile(problem)
-        self.problem, self.tile = problem, tile_of(problem, config)
+        self.problem, self.tile = problem, tile_of(problem, inputs.mask, config)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
         num_m = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)

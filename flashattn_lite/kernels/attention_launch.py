@@ -22,6 +22,7 @@ from flashattn_lite.kernels.operands import (
     strides,
     takes_tma,
     tma_strides,
+    varies,
     vectorised,
 )
 from flashattn_lite.kernels.start import Starter, on
@@ -31,7 +32,7 @@ from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 
-def tile_of(problem: AttentionProblem, target: Target, config: TileConfig, tma: bool) -> Tile:
+def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: TileConfig, tma: bool) -> Tile:
     # float32 means float32 unless the user let torch's own matrix products use TF32.
     precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return Tile(
@@ -44,6 +45,7 @@ def tile_of(problem: AttentionProblem, target: Target, config: TileConfig, tma: 
         GROUP=problem.group,
         PRECISION="ieee" if precise else "tf32",
         TMA=tma,
+        MASK_ROWS=varies(problem, inputs.mask, 2),
         RELOAD=isinstance(target.arch, int) and 100 <= target.arch < 120,
     )
 
@@ -72,7 +74,7 @@ class Call:
         q, k, v = inputs.q, inputs.k, inputs.v
         packed = problem.features.varlen
         self.tma = has_tma(target) and takes_tma(k) and takes_tma(v)
-        self.tile = tile = tile_of(problem, target, config, self.tma)
+        self.tile = tile = tile_of(problem, inputs, target, config, self.tma)
         num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
         # Packed, [rows, H, D] is read as one batch of [H, rows, D].
         rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (problem.len_q, problem.len_k)

@@ -21,7 +21,7 @@ from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import out_pointers
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
-from flashattn_lite.kernels.hopper_scores import hide, scaled, take
+from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     EXACT,
@@ -82,7 +82,7 @@ def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl
     before = gl.where(exact != 0, row_scale, 1.0)
     row_scale = gl.where(exact != 0, 1.0, row_scale)
     s = gl.where(mode == REDO, s * before[:, None], 0.0)
-    s = hide(s, i, rows, task, args, F, T)
+    s = hide(s, mask_tile(i, rows, task, args, F, T), i, rows, task, args, F, T)
     m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
     m_new = gl.where((i >= rows.settled) & (exact == 0), m_i, m_new)
     return take(s, row_scale[:, None], m_i, m_new, l_i, T)

@@ -1,4 +1,4 @@
-"""What a consumer of the Hopper kernel does with one tile of scores: hide, weigh, add up; fast or with care."""
+"""What a consumer of the Hopper kernel does with one tile of scores: hide, weigh, pack, add up; fast or with care."""
 
 from __future__ import annotations
 
@@ -36,41 +36,53 @@ def fast(s, m_i, l_i, args, F: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
-    """Whether all rows of a consumer see all keys of a tile."""
+    """Whether all rows of a consumer see all keys of a tile, but for a mask tensor."""
     whole = start_n + T.BLOCK_N <= task.len_k
     if F.left:
         whole = whole & (rows.last + task.diag_lo <= start_n)
     if F.right:
         whole = whole & (start_n + T.BLOCK_N <= rows.first + task.diag_hi + 1)
-    if F.mask != "":
-        whole = whole & (task.len_k < 0)  # never: the mask may hide any
     return whole
 
 
 @gluon.jit
-def mask_out(s, start_n, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """`hide` for a tile that some row does not see whole."""
-    offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
-    seen = visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F)  # [M, N]
-    if F.mask != "":
-        ptrs = args.mask_ptr + task.b.to(gl.int64) * args.mask_strides[0]
-        ptrs += rows.head.to(gl.int64)[:, None] * args.mask_strides[1]
-        ptrs += rows.pos.to(gl.int64)[:, None] * args.mask_strides[2]
-        ptrs += offs_n.to(gl.int64)[None, :] * args.mask_strides[3]
-        mask = gl.load(ptrs, mask=rows.exists[:, None] & (offs_n < task.len_k)[None, :], other=0)  # [M, N]
-        if F.mask == "bool":
-            seen = seen & (mask != 0)
+def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """The i-th tile of the mask tensor [M, N], [1, N] without MASK_ROWS; 0 if there is none. Not waited for.
+
+    Neighbouring keys come by one load where MASK_ALIGN allows it: a pair is read if its first key exists.
+    """
+    if F.mask == "":
+        return 0
+    else:
+        ALIGN: gl.constexpr = T.MASK_ALIGN
+        BYTES: gl.constexpr = ALIGN * (args.mask_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        start_n = key_start(i, task, F, T)
+        offs_n = gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, T.S_LAYOUT))
+        exists = (offs_n // ALIGN * ALIGN < task.len_k - start_n)[None, :]
+        step_b, step_h, step_m, step_n = args.mask_strides
+        ptr = args.mask_ptr + task.b.to(gl.int64) * step_b + start_n.to(gl.int64) * step_n
+        columns = (offs_n.to(gl.int64) * step_n)[None, :]
+        if T.MASK_ROWS:
+            ptr += rows.head.to(gl.int64) * step_h + rows.pos.to(gl.int64) * step_m
+            ptrs = ptr[:, None] + columns
+            exists = rows.exists[:, None] & exists
         else:
-            s = add_mask(s, mask)
-    return gl.where(seen, s, float("-inf"))
+            head = task.head * T.GROUP if T.PACK > 1 else task.head
+            ptrs = ptr + head.to(gl.int64) * step_h + columns
+        return gl.load(gl.max_contiguous(gl.multiple_of(ptrs, [1, BYTES]), [1, ALIGN]), mask=exists, other=0)
 
 
 @gluon.jit
-def hide(s, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """Scores of the i-th tile with -inf where a row may not look, and with a float mask added."""
+def hide(s, mask, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """Scores of the i-th tile with -inf where a row may not look, and with a float mask added; `mask` of mask_tile."""
+    if F.mask == "float":
+        s = add_mask(s, mask)
+    if F.mask == "bool":
+        s = gl.where(mask != 0, s, float("-inf"))
     start_n = key_start(i, task, F, T)
     if not sees_whole(start_n, rows, task, F, T):
-        s = mask_out(s, start_n, rows, task, args, F, T)
+        offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+        s = gl.where(visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F), s, float("-inf"))
     return s
 
 
@@ -84,10 +96,10 @@ def take(s, scale, m_i, m_new, l_i, T: gl.constexpr):
 
 
 @gluon.jit
-def careful(s, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """The i-th tile, masked, at the running maximum: (m_i, l_i, alpha, p)."""
+def careful(s, mask, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """The i-th tile, masked, at the running maximum: (m_i, l_i, alpha, p). `mask` of mask_tile."""
     s, scale = scaled(s, args, F)
-    s = hide(s, i, rows, task, args, F, T)
+    s = hide(s, mask, i, rows, task, args, F, T)
     return take(s, scale, m_i, gl.maximum(m_i, gl.max(s, 1) * scale), l_i, T)
 
 
@@ -101,3 +113,16 @@ def settled_first(l_i):
         "{ .reg .pred never; .reg .b32 at; setp.lt.f32 never, $2, 0f00000000; mov.b32 at, $2; "
         "@never st.shared.v2.f32 [at], {$2, $3}; mov.b32 $0, $2; mov.b32 $1, $3; }",
         "=f,=f,f,f", [l_i], dtype=gl.float32, is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def pack_p(p, v, LAYOUT: gl.constexpr):
+    """P [64, N] as an operand of its product with v, in v's dtype.
+
+    By an asm that stays where it is, because ptxas would do it behind the next scores: then P in float32, P and S are
+    all in registers, and some are spilled.
+    """
+    KIND: gl.constexpr = "f16x2" if v.dtype.is_fp16() else "bf16x2"
+    w = gl.inline_asm_elementwise("cvt.rn." + KIND + ".f32 $0, $2, $1;", "=r,f,f", [p], dtype=v.dtype, is_pure=False,
+                                  pack=2)  # fmt: skip
+    return gl.convert_layout(w, LAYOUT, assert_trivial=True)

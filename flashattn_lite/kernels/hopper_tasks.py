@@ -43,6 +43,8 @@ class HopperTile:
     CARRIED: str  # what a consumer takes to its next step of its places in the rings: "", that in V's (v), both (kv)
     TURNS: bool  # two consumers issue their products by turns
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
+    MASK_ROWS: bool  # rows of a tile may see different rows of a mask tensor
+    MASK_ALIGN: int  # elements that divide its strides and lengths: 2 or 1
     LIMIT: float  # of l_i, so that no p has left its dtype's range
 
     @property

@@ -25,10 +25,7 @@ class ScoreArgs(NamedTuple):
 
 
 def score_args(problem: AttentionProblem, inputs: Inputs) -> ScoreArgs:
-    mask = inputs.mask
-    if mask is not None:
-        mask = mask.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_k)
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    mask = None if inputs.mask is None else expanded_mask(problem, inputs.mask)
     return ScoreArgs(
         scale_log2=problem.scale * LOG2E,
         softcap=problem.softcap,
@@ -66,6 +63,30 @@ def vectorised(x: Tensor) -> bool:
     steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     whole = all(size * x.element_size() % 16 == 0 for size in (*steps, x.shape[-1]))
     return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
+def expanded_mask(problem: AttentionProblem, mask: Tensor) -> Tensor:
+    """[B, Hq, L, S] of a mask; a bool one in bytes."""
+    mask = mask.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_k)
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def varies(problem: AttentionProblem, mask: Tensor | None, dim: int) -> bool:
+    """Whether there is a mask that has more than one entry along a dimension of [B, Hq, L, S]."""
+    if mask is None:
+        return False
+    mask = expanded_mask(problem, mask)
+    return mask.shape[dim] > 1 and mask.stride(dim) != 0
+
+
+def in_pairs(problem: AttentionProblem, mask: Tensor | None) -> bool:
+    """There is a mask with an even number of keys, side by side, each row at an address that two elements divide."""
+    if mask is None:
+        return False
+    mask = expanded_mask(problem, mask)
+    steps = (stride for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True) if size > 1)
+    even = all(step % 2 == 0 for step in (*steps, mask.shape[-1]))
+    return even and mask.stride(-1) == 1 and mask.data_ptr() % (2 * mask.element_size()) == 0
 
 
 def takes_tma(x: Tensor) -> bool:

@@ -78,7 +78,7 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
     out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
     call = decode_launch.Call(problem, inputs, None, out, lse, H200)
-    splits = 8 if tokens == 16 else 32
+    splits = 16 if tokens == 16 else 32
     assert call.partial.grid[0] == batch * 8 * splits // max(1, chains * call.tile.CHAIN)
     assert call.tile.OWNS_PAIR is (chains == 2)
 

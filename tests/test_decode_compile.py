@@ -25,6 +25,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 STACK_LIMIT = {
     "paged": 32,
     "16 tokens": 104,
+    "32 rows": 120,
     "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
     "wide": 16,
@@ -44,6 +45,7 @@ CASES = {
     "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 2048}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
+    "32 rows": (16, 4, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
     "everything": (8, 5, 80, 40, BF16, {"window": (9, 3), "softcap": 30.0, "sinks": True, "paged": True}),
     "wide": (8, 4, 256, 256, FP16, {"window": (64, None)}),

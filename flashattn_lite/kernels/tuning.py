@@ -213,7 +213,10 @@ DECODE_TILE_BYTES = 16 << 10
 # 1024 keys, which leave half of the GPU idle at 1 x 8k, 3748 and 4211 of the other two. 8 x 8k, 16 tokens: 1024 keys
 # 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
 # few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
-SPLIT_KEYS = ((8, 256), (16, 512), (1 << 31, 1024))
+# More than 16 rows, tiles of 64: splits of 1024 keys in chains of two, of 512 in chains of four, of 256 in chains of
+# eight, microseconds: 32 query and 8 key heads, 16 tokens, 1 x 8k 24.4 18.9 23.0, 8 x 8k 74.7 76.2 79.2; 64 and 8, four
+# tokens, 1 x 8k 24.0 18.3 22.3, 8 x 8k 72.2 73.6 76.6; 32 and 1, one token, 8 x 8k 22.9 16.8 20.8.
+SPLIT_KEYS = ((8, 256), (1 << 31, 512))
 # Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
@@ -229,8 +232,9 @@ FULL = 0.85  # of the places that a launch's waves have; where between an eighth
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
 # the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
 # 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
-# (247). 32 rows: 1 x 2k 29.9 (27.7), 1 x 8k 31.3 (85.8), 64 x 4k 352 (249).
-FEW_ROWS = ((8, 1024), (16, 2048), (32, 8192))
+# (247). 32 rows, before they had a tile of 64: 1 x 2k 29.9 (27.7), 1 x 8k 31.3 (85.8), 64 x 4k 352 (249); since, 1 x 8k
+# 18.3 (79.9), 8 x 8k 73.6 (85.0). 64 rows: 1 x 8k 18.9 (79.8), 8 x 8k 76.2 (84.9).
+FEW_ROWS = ((8, 1024), (16, 2048), (64, 8192))
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
@@ -248,18 +252,18 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
-    rows = min(rows, 64)
     if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
         return DecodeConfig(16, block_n, split, 8, _stages(target, 2, block_n * key_bytes))
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
         return DecodeConfig(min(rows, 32), 32, split, 2 if dim_v <= 128 else 4, 1)
     # A table's entries take two stages before their keys.
     stages = _stages(target, 4 + (2 if paged else 0), block_n * key_bytes)
-    if rows == 64:
-        # 64 x 256 floats of one state are 128 registers in each of 4 warps.
+    if rows > 32 or (rows == 32 and target.kind == "cuda" and target.arch == 90):
+        # wgmma's 64 rows for 32 too: 64 query and 8 key heads, four tokens, 8 x 8k 90 and 72 us. 64 x 256 floats of one
+        # state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
-        tile = DecodeConfig(rows, block_n, split, warps, stages, lanes=16, chain=2, programs=8 // warps)
-        return replace(tile, flat=False, columns=(128, 128, 128), merge_registers=168)
+        tile = DecodeConfig(64, block_n, split, warps, stages, programs=8 // warps)
+        return replace(tile, flat=False, columns=(128, 128, 128), merge_registers=128)
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:

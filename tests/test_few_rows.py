@@ -44,6 +44,20 @@ def test_attention_splits_the_keys_of_few_rows(device, tokens, keys, options):
         assert_same_bits((out[1:], lse[1:]), alone, "the second of two sequences", None)
 
 
+@pytest.mark.parametrize(("group", "tokens", "dim"), [(4, 16, 128), (8, 4, 128), (40, 1, 64), (3, 20, 192)])
+def test_up_to_64_rows_of_a_key_head_over_long_caches(device, group, tokens, dim):
+    """Beyond 16 rows they share wgmma's tile; one sequence is split, and has the bits that it has in a batch."""
+    if device.type != "cuda":
+        pytest.skip("8k keys take long without a GPU, and the tiles there are others")
+    sizes = {"batch": 3, "heads": 2 * group, "heads_kv": 2, "rows": tokens, "keys": 8192 + 40, "dim": dim}
+    q, k, v = cache(device, **sizes, dtype=torch.bfloat16)
+    assert fa.explain(q, k, v, causal=True).backend == "split"
+    out, lse = fa.attention(q, k, v, causal=True, return_lse=True)
+    assert_close_to_oracle(out, lse, Case(q, k, v, causal=True))
+    alone = fa.attention(q[1:2], k[1:2], v[1:2], causal=True, return_lse=True)
+    assert_same_bits((out[1:2], lse[1:2]), alone, "the second of three sequences", None)
+
+
 def cut(options):
     return {name: x[1:] if name == "kv_lens" else x for name, x in options.items()}
 

@@ -207,11 +207,16 @@ def measure_cell(
             done[name] = Result(Timing(), error, host, captured(call, sets, calls))
         except Exception as refusal:
             absent[name] = f"{type(refusal).__name__}: {(str(refusal) or '-').splitlines()[0][:120]}"
-    for order in (list(done), list(done)[::-1]):
-        for name in order:
-            graph = done[name].graph
-            done[name].timing.add(sustained(lambda _, graph=graph: graph.replay(), WARM_MS, TIMED_MS))  # type: ignore
+    replay_in_turn({name: (result.graph, result.timing) for name, result in done.items()})
     return done, size * calls
+
+
+def replay_in_turn(graphs: dict[str, tuple[torch.cuda.CUDAGraph, Timing]]) -> None:
+    """Two rounds over all graphs, the second in opposite order; adds each one's replays to its timing."""
+    for order in (list(graphs), list(graphs)[::-1]):
+        for name in order:
+            graph, timing = graphs[name]
+            timing.add(sustained(lambda _, graph=graph: graph.replay(), WARM_MS, TIMED_MS))  # type: ignore[misc]
 
 
 def rows_of(cell: dict[str, Any], size: float, name: str, result: Result) -> list[dict[str, Any]]:

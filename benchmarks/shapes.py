@@ -28,8 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import flashattn_lite
-from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS, TIMED_MS, WARM_MS
-from benchmarks.decode import GRAPH_MS, captured
+from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS
+from benchmarks.decode import GRAPH_MS, captured, replay_in_turn
 from benchmarks.progress import Progress
 from benchmarks.provenance import COLUMNS, DTYPES, results_of, row_provenance, write_rows
 from benchmarks.providers import carried_by_xformers, in_a_line
@@ -273,10 +273,7 @@ def measure(shape: Shape, makers: dict[str, Maker], absent: dict[str, str]) -> t
             done[name] = Result(Timing(), error, captured(call, sets, calls))  # type: ignore[arg-type]
         except Exception as refusal:
             absent[name] = in_a_line(refusal)
-    for order in (list(done), list(done)[::-1]):
-        for name in order:
-            graph = done[name].graph
-            done[name].timing.add(sustained(lambda _, graph=graph: graph.replay(), WARM_MS, TIMED_MS))  # type: ignore
+    replay_in_turn({name: (result.graph, result.timing) for name, result in done.items()})
     return done, calls
 
 

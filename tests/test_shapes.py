@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace as Record
 
 import pytest
 import torch
 
-from benchmarks import shapes
+from benchmarks import decode, shapes
 from benchmarks.shapes import Shape
+from benchmarks.timing import Timing
 
 SMALL = {
     "padding": Shape(2, 2, 2, 9, 9, 16, mask="padding"),
@@ -52,8 +54,22 @@ def test_inputs_rotate_and_share_their_mask():
     assert len({x.mask.data_ptr() for x in sets}) == 1
 
 
+def test_graphs_are_timed_in_two_rounds_the_second_in_opposite_order(monkeypatch):
+    replayed = []
+    graphs = {name: (Record(replay=lambda name=name: replayed.append(name)), Timing()) for name in "abc"}
+
+    def sustained(call, *_):
+        call(0)
+        return Timing([float(len(replayed))])
+
+    monkeypatch.setattr(decode, "sustained", sustained)
+    decode.replay_in_turn(graphs)
+    assert replayed == list("abccba")
+    assert [timing.milliseconds for _, timing in graphs.values()] == [[1, 6], [2, 5], [3, 4]]
+
+
 def test_rows_are_microseconds_of_a_call():
-    timing = shapes.Timing(milliseconds=[0.8, 0.4, 1.2])
+    timing = Timing(milliseconds=[0.8, 0.4, 1.2])
     rows = shapes.rows_of({"shape": "token"}, 8, "sdpa", shapes.Result(timing, 1e-3, None))
     assert rows[0] == {"shape": "token", "provider": "sdpa", "metric": "us", "median": "100.0", "p20": "50.0",
                        "p80": "150.0"}  # fmt: skip

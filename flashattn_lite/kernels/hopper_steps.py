@@ -1,0 +1,147 @@
+"""A consumer's way through the key tiles of a row tile, in the Hopper kernel: wait, multiply, give back, take turns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
+from flashattn_lite.kernels.hopper_tasks import ROWS, next_stage, stage
+
+
+@gluon.jit
+def named_barrier(instruction: gl.constexpr):
+    """Of the threads of two consumers: bar.sync waits for the other's bar.arrive. Triton takes the lowest numbers."""
+    gl.inline_asm_elementwise(instruction + " mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_turn(WG: gl.constexpr, T: gl.constexpr):
+    """Two consumers issue their products by turns, so that the softmax of one runs under the products of the other."""
+    if T.TURNS:
+        if WG == 0:
+            named_barrier("bar.sync 9, 256;")
+        else:
+            named_barrier("bar.sync 10, 256;")
+
+
+@gluon.jit
+def pass_turn(WG: gl.constexpr, T: gl.constexpr):
+    if T.TURNS:
+        if WG == 0:
+            named_barrier("bar.arrive 10, 256;")
+        else:
+            named_barrier("bar.arrive 9, 256;")
+
+
+@gluon.jit
+def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
+    """This consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
+    q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
+    if T.Q_HELD:
+        return q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        return q
+
+
+@gluon.jit
+def own_q(q, T: gl.constexpr):
+    """Q in registers that only what follows uses: ptxas of CUDA 13.4 copies those that several loops use at every step.
+
+    By an xor with blockIdx.z, which is 0, because it sees through a move.
+    """
+    if T.Q_HELD:
+        q = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }", "=r,r", [q],
+                                      dtype=q.dtype, is_pure=False, pack=2)  # fmt: skip
+    return q
+
+
+@gluon.jit
+def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL: gl.constexpr, WG: gl.constexpr,
+           F: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
+    acc, m_i, l_i = state
+    _, k_s, v_s, _ = rings
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
+    at, phase = stage(it, T)
+    for i in range(first, last):
+        if T.CARRIED == "":
+            at, phase = stage(it, T)
+        k_at, k_phase = next_stage(at, phase, it, T)
+        v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
+        mbarrier.wait(bars.k_full.index(k_at), k_phase)
+        k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
+        w = pack_p(p, v, P_LAYOUT)
+        await_turn(WG, T)
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+        mbarrier.wait(bars.v_full.index(at), phase)
+        acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
+        pass_turn(WG, T)
+        if CAREFUL:
+            mask = mask_tile(i, rows, task, args, F, T)
+        s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
+        if T.APART:
+            mbarrier.arrive(bars.k_empty.index(k_at), count=1)
+        if CAREFUL:
+            m_i, l_i, alpha, p = careful(s, mask, m_i, l_i, i, rows, task, args, F, T)
+        else:
+            l_i, p = fast(s, m_i, l_i, args, F, T)
+            l_i = settled_first(l_i)
+        acc = warpgroup_mma_wait(0, [acc])
+        if T.APART:
+            mbarrier.arrive(bars.v_empty.index(at), count=1)
+        else:
+            mbarrier.arrive(bars.k_empty.index(k_at), count=1)
+        if CAREFUL:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+        it += 1
+        at, phase = k_at, k_phase
+    return (acc, m_i, l_i), p, it
+
+
+@gluon.jit
+def pass_over(count, bars, it, WG: gl.constexpr, T: gl.constexpr):
+    """Gives back tiles that no row of this consumer sees, but for V of the last; the other consumers use them."""
+    for i in range(count):
+        await_turn(WG, T)
+        pass_turn(WG, T)
+        at, phase = stage(it, T)
+        mbarrier.wait(bars.k_full.index(at), phase)
+        pass_over_v(i > 0, bars, it - 1, T)
+        mbarrier.arrive(bars.k_empty.index(at), count=1)
+        it += 1
+    return it
+
+
+@gluon.jit
+def pass_over_v(passed, bars, it, T: gl.constexpr):
+    """If tile `it` was passed over, gives back its V, before the K behind it is given back.
+
+    V is waited for although nobody here reads it: who runs ahead of V by the whole ring would take the end of the phase
+    before for that of its own.
+    """
+    if passed:
+        at, phase = stage(it, T)
+        mbarrier.wait(bars.v_full.index(at), phase)
+        if T.APART:
+            mbarrier.arrive(bars.v_empty.index(at), count=1)
+
+
+@gluon.jit
+def first_scores(q, rings, bars, it, passed, S_LAYOUT: gl.constexpr, T: gl.constexpr):
+    """S of the first key tile that this consumer sees; it has nothing to overlap with but V of one passed over."""
+    at, phase = stage(it, T)
+    mbarrier.wait(bars.k_full.index(at), phase)
+    k = rings[1].index(at).reshape([T.BLOCK_N, T.BLOCK_D])
+    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    pass_over_v(passed, bars, it - 1, T)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(bars.k_empty.index(at), count=1)
+    return s

@@ -75,6 +75,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.hopper])])
+def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the Hopper kernel runs: its source on PyTorch (tests/gluon_on_torch), or a Hopper GPU."""
+    if request.param == "cpu":
+        pytest.importorskip("triton", reason="the kernels need Triton")
+        if INTERPRETING:
+            pytest.skip("the same without TRITON_INTERPRET=1")
+        from tests.gluon_on_torch.hopper import on_torch
+
+        on_torch(monkeypatch)
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="session")
 def interpreting() -> bool:
     """True where Triton's kernels run on CPU tensors, through its interpreter."""

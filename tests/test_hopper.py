@@ -1,4 +1,4 @@
-"""The Hopper kernel alone: the laws, rows that must be done again, more tiles than one look takes."""
+"""The Hopper kernel alone, on a GPU and on PyTorch: the laws, rows that must be done again, many tiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from flashattn_lite.errors import BackendError
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, check, check_packed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
-PROBLEMS = int(os.environ.get("LAW_PROBLEMS", "10"))  # a law
+PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
+SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
+LENGTH = {"cpu": 500, "cuda": 1500}
 HALVES = [torch.float16, torch.bfloat16]
 
 
@@ -31,7 +32,7 @@ def hopper(function: Any) -> Any:
 
     def call(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float | None = None, **options: Any) -> Any:
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        backend = "auto" if min(q.numel(), k.numel(), v.numel()) == 0 else "hopper"
+        backend = "tiled" if min(q.numel(), k.numel(), v.numel()) == 0 else "hopper"
         options = {**options, "scale": scale, "backend": backend}
         result = function(in_pieces(q), in_pieces(k), in_pieces(v), *args, **options)
         if isinstance(result, tuple):
@@ -43,14 +44,16 @@ def hopper(function: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.__name__)
-def test_law(law: Any, seed: int) -> None:
+def test_law(law: Any, seed: int, hopper_device: torch.device) -> None:
     sizes = {"max_batch": 2, "max_heads": 4, "max_len": 300, "max_dim": 256}
-    check(hopper(fa.attention), laws=[law], n=PROBLEMS, seed=seed, device="cuda", dtypes=HALVES, **sizes)
+    check(hopper(fa.attention), laws=[law], n=PROBLEMS[hopper_device.type], seed=SEED + seed, device=hopper_device,
+          dtypes=HALVES, **sizes)  # fmt: skip
 
 
 @pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)
-def test_packed_law(law: Any) -> None:
-    check_packed(hopper(fa.attention_varlen), laws=[law], n=PROBLEMS, device="cuda", dtypes=HALVES)
+def test_packed_law(law: Any, hopper_device: torch.device) -> None:
+    check_packed(hopper(fa.attention_varlen), laws=[law], n=PROBLEMS[hopper_device.type], seed=SEED,
+                 device=hopper_device, dtypes=HALVES)  # fmt: skip
 
 
 GROWTH = {
@@ -66,11 +69,12 @@ GROWTH = {
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("growth", GROWTH)
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_far_above_the_reference(dtype, dim, growth, causal):
+def test_scores_far_above_the_reference(dtype, dim, growth, causal, hopper_device):
     """Rows whose first tiles say little about the others; most fail the first time in most of these."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 1500, dim, device="cuda") for _ in range(3))
-    factor = GROWTH[growth](1500).to("cuda")[:, None]
+    length = LENGTH[hopper_device.type]
+    q, k, v = (torch.randn(1, 2, length, dim, device=hopper_device) for _ in range(3))
+    factor = GROWTH[growth](length).to(hopper_device)[:, None]
     if dtype == torch.float16:
         factor = factor.clamp(max=1e3)
     q, k, v = (x.to(dtype) for x in (q, k * factor, v))
@@ -85,16 +89,18 @@ def test_scores_far_above_the_reference(dtype, dim, growth, causal):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim):
+def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim, hopper_device):
     """At the first reference P V is infinite although l is not: done again with a clean V it still is, then exactly."""
-    q, k = (torch.zeros(1, 2, 1500, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q, k = (torch.zeros(1, 2, n, dim, device=hopper_device, dtype=torch.bfloat16) for n in (130, 1500))
     q[..., 0] = 1
     k[:, :, 300:1300, 0] = 10  # of scores 0 the first tiles, of 10 a thousand keys between them
     v = torch.full_like(k, 1e35)
     out = fa.attention(q, k, v, scale=1.0, backend="hopper")
-    torch.testing.assert_close(out, v, rtol=1e-2, atol=0)
+    torch.testing.assert_close(out, torch.full_like(q, 1e35), rtol=1e-2, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.hopper
 def test_more_tiles_than_one_look_takes():
     """Over 512 row tiles a multiprocessor, some with rows to do again: a second sweep follows the first."""
     heads = torch.cuda.get_device_properties(0).multi_processor_count * 3 * 520 // 64
@@ -112,19 +118,19 @@ def test_more_tiles_than_one_look_takes():
 
 @pytest.mark.parametrize("group", [2, 3, 5, 8, 16])
 @pytest.mark.parametrize("length", [1, 3, 17, 32])
-def test_packed_heads_compute_the_same(group, length):
+def test_packed_heads_compute_the_same(group, length, hopper_device):
     """The query heads of one key/value head in one tile, also where their number is no power of two."""
     torch.manual_seed(0)
-    q = torch.randn(2, 2 * group, length, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(2, 2, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, 2 * group, length, 128, device=hopper_device, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 2, 700, 128, device=hopper_device, dtype=torch.bfloat16) for _ in range(2))
     out, lse = fa.attention(q, k, v, causal=True, return_lse=True, backend="hopper")
     exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), causal=True, return_lse=True)
     torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=1e-2)
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-6)
 
 
-def test_shapes_that_it_does_not_take_say_why():
-    x = torch.zeros(1, 1, 4, 20, device="cuda", dtype=torch.bfloat16)
+def test_shapes_that_it_does_not_take_say_why(hopper_device):
+    x = torch.zeros(1, 1, 4, 20, device=hopper_device, dtype=torch.bfloat16)
     with pytest.raises(BackendError, match=r"rows of whole 16-byte pieces.*head dim 20"):
         fa.attention(x, x, x, backend="hopper")
     assert fa.explain(x, x, x).backend == "triton"

@@ -12,24 +12,30 @@ import flashattn_lite as fa
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
-LENGTHS = [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192]  # one long among many short and empty ones
+LENGTHS = {  # one long among many short and empty ones
+    "cpu": [64, 0, 1, 330, 63, 0, 0, 3, 17, 17, 65],
+    "cuda": [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192],
+}
 OPTIONS = {"max_seqlen_q": 700, "max_seqlen_k": 700, "backend": "hopper", "return_lse": True}
 
 
-def packed(heads, heads_kv, dim):
+REPEATS = {"cpu": 1, "cuda": 50}
+
+
+def packed(heads, heads_kv, dim, device):
     """(q, k, v, cu_seqlens)"""
-    generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda count: torch.randn(sum(LENGTHS), count, dim, device="cuda", generator=generator).bfloat16()
-    cu = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
+    lengths = LENGTHS[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    draw = lambda count: torch.randn(sum(lengths), count, dim, device=device, generator=generator).bfloat16()
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     return draw(heads), draw(heads_kv), draw(heads_kv), cu
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (100, 20)}], ids=["causal", "full", "window"])
 @pytest.mark.parametrize(("heads", "heads_kv", "dim"), [(4, 4, 64), (6, 2, 128), (2, 1, 256), (12, 1, 96)])
-def test_sequences_of_every_length(heads, heads_kv, dim, options):
-    q, k, v, cu = packed(heads, heads_kv, dim)
-    v[sum(LENGTHS[:4]) - 30, 0, 5] = math.inf  # rows of the long one that see it are done again
+def test_sequences_of_every_length(heads, heads_kv, dim, options, hopper_device):
+    q, k, v, cu = packed(heads, heads_kv, dim, hopper_device)
+    v[cu[4] - 30, 0, 5] = math.inf  # rows of the long one that see it are done again
     out, lse = fa.attention_varlen(q, k, v, cu, cu, **options, **OPTIONS)
     for begin, end in itertools.pairwise(cu.tolist()):
         if begin < end:
@@ -41,10 +47,10 @@ def test_sequences_of_every_length(heads, heads_kv, dim, options):
             torch.testing.assert_close(lse[None, :, begin:end].double(), exact, atol=1e-5, rtol=1e-6)
 
 
-def test_short_tiles_repeat_to_the_bit():
+def test_short_tiles_repeat_to_the_bit(hopper_device):
     """Tiles of one or two key tiles, Q in registers: the next Q lands while this one has only just been read."""
-    q, k, v, cu = packed(6, 2, 128)
+    q, k, v, cu = packed(6, 2, 128, hopper_device)
     first = fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS)
-    for _ in range(50):
+    for _ in range(REPEATS[hopper_device.type]):
         for again in [fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS) for _ in range(20)]:
             assert_same_bits(again, first, "a repeat", None)

@@ -1,0 +1,45 @@
+"""The Hopper kernel through the library's own functions, on CPU tensors: only its launch is another."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashattn_lite import calls
+from flashattn_lite import target as targets
+from flashattn_lite.target import Target
+from tests.gluon_on_torch.sources import Sources, launch
+
+MULTIPROCESSORS = 2
+SEED = int(os.environ.get("LAW_SEED", "0"))  # other turns than the suite's
+
+
+def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
+    """From here on CPU tensors are on a Hopper GPU, whose Gluon kernels run on PyTorch; each launch by other turns."""
+    from flashattn_lite.kernels import attention_hopper_launch, start
+
+    sources = sources or unchanged()
+    seeds: Iterator[int] = itertools.count(1000 * SEED)
+
+    def run(starter: start.Starter, args: tuple[object, ...]) -> None:
+        kernel = starter.kernel.fn
+        again = getattr(sources.load(kernel.__module__), kernel.__name__)
+        launch(again, starter.grid[0], args, next(seeds))
+
+    hopper = Target("cuda", 90, "sm_90 on PyTorch", multiprocessors=MULTIPROCESSORS)
+    patch.setattr(targets, "of", lambda device: hopper)
+    patch.setattr(calls, "_ready", {})
+    patch.setattr(start.Starter, "__call__", run)
+    patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
+    counters = attention_hopper_launch.counters
+    patch.setattr(counters, "next", lambda device: torch.zeros(1, dtype=torch.int32), raising=False)
+
+
+@functools.cache
+def unchanged() -> Sources:
+    return Sources()

@@ -1,0 +1,125 @@
+"""The Hopper kernel on PyTorch is one that notices: its own source with one thing wrong, by any turns, is found out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import flashattn_lite as fa
+from flashattn_lite import target as targets
+from flashattn_lite.reference import attention_reference
+from tests.gluon_on_torch import Sources
+from tests.gluon_on_torch.hopper import on_torch
+
+pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
+TURNS = 10  # orders in which a broken kernel may show it
+
+# (what is wrong: the module, what stands there, what stands there instead)
+BROKEN = {
+    "K is read before it lands": (
+        "hopper_steps", "        mbarrier.wait(bars.k_full.index(k_at), k_phase)\n", ""),
+    "V is read before it lands": (
+        "hopper_steps", "        mbarrier.wait(bars.v_full.index(at), phase)\n        acc", "        acc"),
+    "V that a consumer passes over is not waited for": (
+        "hopper_steps",
+        "    if passed:\n        at, phase = stage(it, T)\n        mbarrier.wait(bars.v_full.index(at), phase)\n",
+        "    if passed:\n        at, phase = stage(it, T)\n"),
+    "Q is read before it lands": (
+        "attention_hopper", "    mbarrier.wait(bars.q_full.index(q_at), q_phase)\n", ""),
+    "scores are used before they are there": (
+        "hopper_steps", "warpgroup_mma_wait(1, [s])", "warpgroup_mma_wait(2, [s])"),
+    "K is given back too early": (
+        "hopper_steps",
+        "        s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax\n"
+        "        if T.APART:\n            mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n",
+        "        if T.APART:\n            mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n"
+        "        s = warpgroup_mma_wait(1, [s])\n"),
+    "V is given back too early": (
+        "hopper_steps", "        acc = warpgroup_mma_wait(0, [acc])\n        if T.APART:\n"
+        "            mbarrier.arrive(bars.v_empty.index(at), count=1)\n        else:\n"
+        "            mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n",
+        "        if T.APART:\n            mbarrier.arrive(bars.v_empty.index(at), count=1)\n        else:\n"
+        "            mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n        acc = warpgroup_mma_wait(0, [acc])\n"),
+    "V is never given back": (
+        "attention_hopper",
+        "    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(at), count=1)\n\n", "\n"),
+    "copies do not wait for room": ("hopper_producer", "    if empty is not None:\n", "    if False:\n"),
+    "Q's copy does not wait for room": (
+        "hopper_producer", "    mbarrier.wait(bars.q_empty.index(at), phase ^ 1)\n", ""),
+    "a phase is counted wrongly": ("hopper_tasks", "(use // T.STAGES & 1)", "(use // T.STAGES + 1 & 1)"),
+    "messages do not wait for room": (
+        "hopper_tasks", "    mbarrier.wait(slot_empty.index(at), ((n_message // 2) & 1) ^ 1)\n", ""),
+    "O is overwritten while it leaves": (
+        "hopper_epilogue", "        tma.store_wait(T.O_SLOTS - 1)  # what was in it before has left\n", ""),
+    "O leaves with no fence": (
+        "hopper_epilogue",
+        '    """Begins the TMA copy of all of a consumer\'s rows of O, some columns of it."""\n'
+        "    fence_async_shared()\n",
+        ""),
+    "a block ends before its O has left": (
+        "attention_hopper", "    tma.store_wait(0)  # no block ends before its O has left\n", ""),
+    "turns are not passed on": ("attention_hopper", "    if WG == 1:\n        pass_turn(WG, T)\n", ""),
+    "the accumulator is not rescaled": (
+        "hopper_steps",
+        "        if CAREFUL:\n            acc = acc *", "        if False:\n            acc = acc *"),
+    "edges are not hidden": ("hopper_scores", "    if not sees_whole(start_n, rows, task, F, T):\n", "    if False:\n"),
+    "a redo does not wait for the first pass": (
+        "hopper_again",
+        "    writes_done()  # of O as the first pass left it, which is read and written from here on\n", ""),
+    "V is cleaned by each as if alone": (
+        "hopper_again", "    mbarrier.wait(cleaned, n_clean & 1)\n    return", "    return"),
+    "clean V is read with no fence": (
+        "hopper_again", "    fence_async_shared()\n    mbarrier.arrive(cleaned", "    mbarrier.arrive(cleaned"),
+    "O takes V's room too early": (
+        "hopper_again",
+        "    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes\n", ""),
+    "rows that failed are not noticed": ("attention_hopper", "gl.where(is_bad(acc, S_LAYOUT), CLEAN, 0)", "0"),
+}  # fmt: skip
+
+
+def inputs() -> list[tuple[dict[str, Tensor], dict[str, object]]]:
+    """Problems of several tiles, each of whose tiles has several of keys, for every tile of the table."""
+    problems = []
+    for dim, len_q, len_k, options in (
+        (64, 200, 300, {"causal": True}), (64, 200, 2100, {}), (64, 400, 100, {}),
+        (64, 260, 2100, {"window": (130, 9)}), (128, 300, 400, {}), (128, 140, 2100, {}),
+        (256, 260, 300, {"causal": True}), (256, 200, 200, {"window": (70, 3)}),
+    ):  # fmt: skip
+        for dtype in (torch.bfloat16, torch.float16):
+            generator = torch.Generator().manual_seed(dim + len_q)
+            sizes = {"q": (1, 2, len_q, dim), "k": (1, 1, len_k, dim), "v": (1, 1, len_k, dim)}
+            tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+            problems.append((tensors, options))
+    # Late outliers, a reference that fails, infinities of either kind in V.
+    for dim in (64, 128, 256):
+        q, k, v = (torch.randn(1, 2, 300, dim, generator=generator).half() for _ in range(3))
+        k[:, :, 20] *= 60
+        v[:, 0, 70, 3], v[:, 1, 200, 5], v[:, 1, 280, 9] = math.inf, -math.inf, math.nan
+        problems.append((dict(q=q, k=k, v=v), {"causal": True}))
+    return problems
+
+
+def check_all(turns: int = 1) -> None:
+    for tensors, options in inputs() * turns:
+        out, lse = fa.attention(**tensors, **options, return_lse=True, backend="hopper")
+        wide = {name: x.double() for name, x in tensors.items()}
+        exact, exact_lse = attention_reference(**wide, **options, return_lse=True)
+        torch.testing.assert_close(out.double(), exact, atol=2**-6, rtol=2**-6, equal_nan=True)
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_as_it_is_nothing_is_wrong(monkeypatch):
+    on_torch(monkeypatch)
+    check_all()
+
+
+@pytest.mark.parametrize("edit", BROKEN.values(), ids=BROKEN)
+def test_one_thing_wrong_is_found(edit, monkeypatch):
+    on_torch(monkeypatch, Sources(edit))
+    with pytest.raises(AssertionError):
+        check_all(TURNS)

@@ -220,8 +220,8 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     STAGES: gl.constexpr = T.STAGES
     Q_SLOTS: gl.constexpr = T.Q_SLOTS
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = gl.allocate_shared_memory(DTYPE, [Q_SLOTS, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * T.PIECES, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, [STAGES * T.PIECES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, T.BLOCK_N, T.BLOCK_DV], v_desc.layout)
     O_BUFFERS: gl.constexpr = CONSUMERS * T.O_SLOTS
     o_s = gl.allocate_shared_memory(DTYPE, [O_BUFFERS, 1, 1, ROWS // T.PACK, T.PACK, T.O_WIDTH], o_desc.layout)

@@ -25,7 +25,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded
+from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded, pieces_of
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -55,7 +55,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
-    block_d, block_dv = max(64, padded(problem.head_dim)), max(64, padded(problem.head_dim_v))
+    pieces, block_dv = pieces_of(problem.head_dim), max(64, padded(problem.head_dim_v))
     o_width = min(config.o_width, block_dv)
     return HopperTile(
         WARPGROUPS=config.warpgroups,
@@ -63,7 +63,8 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         STAGES=config.stages,
         Q_SLOTS=config.q_slots or config.warpgroups,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=block_d,
+        PIECES=pieces[0],
+        BLOCK_D=pieces[1],
         BLOCK_DV=block_dv,
         GROUP=problem.group,
         PACK=config.pack,

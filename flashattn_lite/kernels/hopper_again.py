@@ -21,7 +21,7 @@ from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import out_pointers
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
-from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
+from flashattn_lite.kernels.hopper_scores import hide, mask_tile, pieces_of, query_key, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     EXACT,
@@ -108,13 +108,12 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     dirty = 0
     writes_done()  # of O as the first pass left it, which is read and written from here on
     q_at, q_phase = q_slot(n_tile, WG, T)
-    q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
+    q = pieces_of(q_at, q_s, ROWS, T)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     for i in range(task.count):
         at, phase = stage(it, T)
         mbarrier.wait(bars.k_full.index(at), phase)
-        k = k_s.index(at).reshape([T.BLOCK_N, T.BLOCK_D])
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+        s = query_key(q, k_s, at, zero, T)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(bars.k_empty.index(at), count=1)
         m_i, l_i, alpha, p = update(s, m_i, l_i, i, exact, mode, rows, task, args, F, T)

@@ -37,13 +37,16 @@ from flashattn_lite.kernels.hopper_tasks import (
 
 
 @gluon.jit
-def copy(desc, index, full, buffer):
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, index, full, buffer)
+def copy(desc, index, full, ring, at, PIECES: gl.constexpr):
+    """Copies the rows at `index`, all but its columns, to the `at`-th place of a ring."""
+    mbarrier.expect(full, PIECES * desc.block_type.nbytes)
+    for i in gl.static_range(PIECES):
+        tma_load(desc, index + [i * ring.shape[-1]], full, ring.index(at * PIECES + i))
 
 
 @gluon.jit
-def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES: gl.constexpr, F: gl.constexpr,
+              T: gl.constexpr):  # fmt: skip
     """Copies the i-th tile of keys that a row tile visits, of K or of V; the first is the ring's it-th.
 
     `empty` says that there is room for it, or for the tile that comes LATER; None: it has said so.
@@ -54,7 +57,7 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, F: gl.c
         room, phase = stage(it + i + LATER, T)
         mbarrier.wait(empty.index(room), phase ^ 1)
     row = task.start_k + key_start(i, task, F, T)
-    copy(desc, [entry_of(task, F), kv_head, row, 0], full.index(at), ring.index(at))
+    copy(desc, [entry_of(task, F), kv_head, row], full.index(at), ring, at, PIECES)
 
 
 @gluon.jit
@@ -64,7 +67,7 @@ def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T:
     at, phase = q_slot(n_tile, w, T)
     mbarrier.wait(bars.q_empty.index(at), phase ^ 1)
     row = task.start_q + task.first + w * (ROWS // T.PACK)
-    copy(desc, [entry_of(task, F), kv_head, row, in_group, 0], bars.q_full.index(at), rings[0].index(at))
+    copy(desc, [entry_of(task, F), kv_head, row, in_group], bars.q_full.index(at), rings[0], at, T.PIECES)
 
 
 @gluon.jit
@@ -81,22 +84,22 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counte
     _, k_s, v_s, _ = rings
     copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
     for i in range(task.count):
-        copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, F, T)
+        copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, T.PIECES, F, T)
         if i == 0:
             for w in gl.static_range(1, CONSUMERS):
                 copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
             n_message = send(message, task, n_message, talk)
         elif T.APART:
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, 1, F, T)
         else:  # V is given back with the K behind it, whose room was there
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, 1, F, T)
     asked = 0
     if counter_ptr is not None:
         asked = ask(counter_ptr)
     if T.APART:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, 1, F, T)
     else:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, 1, F, T)
     return n_message, asked
 
 

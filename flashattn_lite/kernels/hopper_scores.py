@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import shift, weights
 from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
+
+
+@gluon.jit
+def pieces_of(at, ring, LENGTH: gl.constexpr, T: gl.constexpr):
+    """The `at`-th LENGTH rows of Q or K in shared memory, piece by piece [LENGTH, BLOCK_D]."""
+    if T.PIECES == 1:
+        return (ring.index(at).reshape([LENGTH, T.BLOCK_D]),)
+    else:
+        gl.static_assert(T.PIECES == 3)
+        return (ring.index(at * 3).reshape([LENGTH, T.BLOCK_D]), ring.index(at * 3 + 1).reshape([LENGTH, T.BLOCK_D]),
+                ring.index(at * 3 + 2).reshape([LENGTH, T.BLOCK_D]))  # fmt: skip
+
+
+@gluon.jit
+def query_key(q, k_s, at, zero, T: gl.constexpr):
+    """Q K^T [64, N] of the `at`-th tile of K in shared memory, under way."""
+    PIECES: gl.constexpr = T.PIECES
+    k = pieces_of(at, k_s, T.BLOCK_N, T)
+    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+    for i in gl.static_range(1, PIECES):
+        s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit

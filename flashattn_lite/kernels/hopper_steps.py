@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
+from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, pieces_of, query_key, settled_first
 from flashattn_lite.kernels.hopper_tasks import ROWS, next_stage, stage
 
 
@@ -41,12 +41,11 @@ def pass_turn(WG: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
-    """This consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
-    q = q_s.index(q_at).reshape([ROWS, T.BLOCK_D])
+    """The pieces of this consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
     if T.Q_HELD:
-        return q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        return (q_s.index(q_at).reshape([ROWS, T.BLOCK_D]).load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
     else:
-        return q
+        return pieces_of(q_at, q_s, ROWS, T)
 
 
 @gluon.jit
@@ -56,9 +55,10 @@ def own_q(q, T: gl.constexpr):
     By an xor with blockIdx.z, which is 0, because it sees through a move.
     """
     if T.Q_HELD:
-        q = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }", "=r,r", [q],
-                                      dtype=q.dtype, is_pure=False, pack=2)  # fmt: skip
-    return q
+        return (gl.inline_asm_elementwise("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }", "=r,r",
+                                          [q[0]], dtype=q[0].dtype, is_pure=False, pack=2),)  # fmt: skip
+    else:
+        return q
 
 
 @gluon.jit
@@ -76,10 +76,9 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         k_at, k_phase = next_stage(at, phase, it, T)
         v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
         mbarrier.wait(bars.k_full.index(k_at), k_phase)
-        k = k_s.index(k_at).reshape([T.BLOCK_N, T.BLOCK_D])
         w = pack_p(p, v, P_LAYOUT)
         await_turn(WG, T)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+        s = query_key(q, k_s, k_at, zero, T)
         mbarrier.wait(bars.v_full.index(at), phase)
         acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
         pass_turn(WG, T)
@@ -138,9 +137,8 @@ def first_scores(q, rings, bars, it, passed, S_LAYOUT: gl.constexpr, T: gl.const
     """S of the first key tile that this consumer sees; it has nothing to overlap with but V of one passed over."""
     at, phase = stage(it, T)
     mbarrier.wait(bars.k_full.index(at), phase)
-    k = rings[1].index(at).reshape([T.BLOCK_N, T.BLOCK_D])
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    s = query_key(q, rings[1], at, zero, T)
     pass_over_v(passed, bars, it - 1, T)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(bars.k_empty.index(at), count=1)

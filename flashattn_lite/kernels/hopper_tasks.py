@@ -32,7 +32,8 @@ class HopperTile:
     STAGES: int  # of the K ring and of the V ring
     Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers
     HEAD_DIM_V: int
-    BLOCK_D: int  # head dim as a power of two from 64 up; TMA fills the rest with zeros
+    PIECES: int  # in which Q and K lie, one behind the other
+    BLOCK_D: int  # columns of a piece, a power of two from 64 up; TMA fills what is more than the head dim with zeros
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
     PACK: int  # of them in one row tile, as a power of two; 1: one

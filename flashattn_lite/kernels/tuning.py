@@ -5,6 +5,7 @@ Those of softmax are in `tuning_softmax.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,6 +141,11 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #        three, 64 keys                310 423 542 622 716, 477 552 644 668 708
 #   256: O in 64 columns, two buffers  241 547 582 637 704, 540 632 692 698 739
 #        in 128, one buffer            239 509 589 638 697, 551 618 680 697 736
+# (192, 128), us in turn with FlashAttention-3, short runs (4 x 16 x 512 causal; 4k causal, full; 128 heads 4k causal):
+#   128 keys, two stages   24.5; 143.2, 241.6; 1079     (without turns 23.7; 144.7, 246.0; 1098)
+#   64 keys, three         20.9; 143.7, 246.8; 1067     (four 22.3; 145.5, 245.6; 1073)
+#   two, in 256 columns    21.9; 148.5, 251.4; 1110     FlashAttention-3 23.3; 149.2, 268.7; 1137
+# (192, 192) as 256, 4k full: 324.7, by turns 323.8, FlashAttention-3 309.1.
 # The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
 # and 32 MiB of K and V (512 and 1k in another run than the rest):
 #   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
@@ -162,9 +168,16 @@ HOPPER_TILES = (
     (64, (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
     (128, (2048, 4096), HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)),
     (128, (0, 0), HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)),
+    (192, (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
+    (192, (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
     (256, (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
+
+
+def pieces_of(head_dim: int) -> tuple[int, int]:
+    """(pieces, columns of one) in which the Hopper kernel takes Q and K: those of a power of two, or three of 64."""
+    return (3, 64) if 128 < head_dim <= 192 else (1, max(64, padded(head_dim)))
 
 
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:
@@ -173,7 +186,7 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     A function of head dims, the number of query heads a K/V head, and of lengths in two places: the number of keys in
     HOPPER_TILES (never for packed sequences, whose neighbours would then decide), and PACKED_ROWS.
     """
-    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    dim = max(math.prod(pieces_of(problem.head_dim)), padded(problem.head_dim_v))
     keys = 0 if problem.features.varlen else problem.len_k
     config = next(
         tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[problem.features.right]

@@ -16,7 +16,7 @@ from flashattn_lite.errors import BackendError
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, check, check_packed
 
-PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
+PROBLEMS = {"cpu": 1, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
 SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
 LENGTH = {"cpu": 500, "cuda": 1500}
 HALVES = [torch.float16, torch.bfloat16]

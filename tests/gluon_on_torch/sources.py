@@ -16,6 +16,7 @@ from tests.gluon_on_torch import memory, values
 from tests.gluon_on_torch.turns import Run, here, pause
 from tests.gluon_on_torch.values import DTYPES, UINT32, Pointer, Value, value
 
+AT_ONCE = 64  # programs
 WARPS = 2  # of a role, for kernels that ask; more would only be slower
 
 
@@ -68,21 +69,25 @@ def draw(text: str, args: list[Pointer], dtype: Any) -> Value:
     return Value(drawn)
 
 
+def in_any_order() -> list[int]:
+    """Of two words, each there as a whole or not at all."""
+    return here.role.run.random.sample(range(2), 2)
+
+
 def store_words(text: str, args: list[Any], dtype: Any) -> None:
-    """Two, each there as a whole or not at all."""
     ptr, *words = args
-    for i, word in enumerate(words):
+    for i in in_any_order():
         pause()
-        values.store(ptr + i, word)
+        values.store(ptr + i, words[i])
 
 
-def load_words(text: str, args: list[Pointer], dtype: Any) -> tuple[Value, ...]:
+def load_words(text: str, args: list[Pointer], dtype: Any) -> list[Any]:
     (ptr,) = args
-    words = []
-    for i in range(2):
+    words: list[Any] = [None, None]
+    for i in in_any_order():
         pause()
-        words.append(values.load(ptr + i))
-    return tuple(words)
+        words[i] = values.load(ptr + i)
+    return words
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -201,11 +206,12 @@ def given(x: Any) -> Any:
     return x
 
 
-def launch(kernel: Any, count: int, args: tuple[Any, ...], seed: int) -> None:
-    """Runs `count` programs of a kernel of `Sources`, all at the same time."""
-    run = Run(seed)
+def launch(kernel: Any, count: int, args: tuple[Any, ...], seed: int, at_once: int = AT_ONCE) -> None:
+    """Runs `count` programs of a kernel of `Sources`, so many at a time."""
     args = tuple(map(given, args))
-    for number in range(count):
-        program = Record(number=number, count=count, arrived=set())
-        run.add(program, f"program {number}", lambda: (kernel(*args), memory.check_done(here.role.program)))
-    run.to_its_end()
+    for first in range(0, count, at_once):
+        run = Run(seed + first)
+        for number in range(first, min(first + at_once, count)):
+            program = Record(number=number, count=count, arrived=set())
+            run.add(program, f"program {number}", lambda: (kernel(*args), memory.check_done(here.role.program)))
+        run.to_its_end()

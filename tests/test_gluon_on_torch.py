@@ -121,6 +121,12 @@ def test_as_it_is_nothing_is_wrong(monkeypatch):
     check_all()
 
 
+def test_sweeps_of_two_tiles_follow_one_another(monkeypatch):
+    """As more tiles than are listed do, 512 of a block; some have rows to do again between two sweeps."""
+    on_torch(monkeypatch, Sources(("hopper_tasks", "LISTED = gl.constexpr(512)", "LISTED = gl.constexpr(2)")))
+    check_all()
+
+
 @pytest.mark.parametrize("edit", BROKEN.values(), ids=BROKEN)
 def test_one_thing_wrong_is_found(edit, monkeypatch):
     on_torch(monkeypatch, Sources(edit))

@@ -25,7 +25,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded, pieces_of
+from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded, qk_pieces
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -55,7 +55,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
-    pieces, block_dv = pieces_of(problem.head_dim), max(64, padded(problem.head_dim_v))
+    pieces, block_dv = qk_pieces(problem.head_dim), max(64, padded(problem.head_dim_v))
     o_width = min(config.o_width, block_dv)
     return HopperTile(
         WARPGROUPS=config.warpgroups,

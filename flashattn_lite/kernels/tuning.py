@@ -175,7 +175,7 @@ HOPPER_TILES = (
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 
-def pieces_of(head_dim: int) -> tuple[int, int]:
+def qk_pieces(head_dim: int) -> tuple[int, int]:
     """(pieces, columns of one) in which the Hopper kernel takes Q and K: those of a power of two, or three of 64."""
     return (3, 64) if 128 < head_dim <= 192 else (1, max(64, padded(head_dim)))
 
@@ -186,7 +186,7 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     A function of head dims, the number of query heads a K/V head, and of lengths in two places: the number of keys in
     HOPPER_TILES (never for packed sequences, whose neighbours would then decide), and PACKED_ROWS.
     """
-    dim = max(math.prod(pieces_of(problem.head_dim)), padded(problem.head_dim_v))
+    dim = max(math.prod(qk_pieces(problem.head_dim)), padded(problem.head_dim_v))
     keys = 0 if problem.features.varlen else problem.len_k
     config = next(
         tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[problem.features.right]

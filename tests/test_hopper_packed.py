@@ -17,8 +17,6 @@ LENGTHS = {  # one long among many short and empty ones
     "cuda": [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192],
 }
 OPTIONS = {"max_seqlen_q": 700, "max_seqlen_k": 700, "backend": "hopper", "return_lse": True}
-
-
 REPEATS = {"cpu": 1, "cuda": 50}
 
 

@@ -14,12 +14,11 @@ from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
 @gluon.jit
 def pieces_of(at, ring, LENGTH: gl.constexpr, T: gl.constexpr):
     """The `at`-th LENGTH rows of Q or K in shared memory, piece by piece [LENGTH, BLOCK_D]."""
-    if T.PIECES == 1:
-        return (ring.index(at).reshape([LENGTH, T.BLOCK_D]),)
-    else:
-        gl.static_assert(T.PIECES == 3)
-        return (ring.index(at * 3).reshape([LENGTH, T.BLOCK_D]), ring.index(at * 3 + 1).reshape([LENGTH, T.BLOCK_D]),
-                ring.index(at * 3 + 2).reshape([LENGTH, T.BLOCK_D]))  # fmt: skip
+    PIECES: gl.constexpr = T.PIECES
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces = pieces + (ring.index(at * PIECES + i).reshape([LENGTH, T.BLOCK_D]),)
+    return pieces
 
 
 @gluon.jit

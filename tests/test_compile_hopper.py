@@ -36,14 +36,23 @@ CASES = {
 STACK_LIMIT = 208
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_compiles_and_keeps_its_registers(case):
-    head_dim, head_dim_v, dtype, options = CASES[case]
+IN_PARTS = {
+    f"{case}, in parts": (*CASES[case][:3], {"rows": 256} | CASES[case][3])
+    for case in ("64", "128 long", "192, 128", "256")
+}
+
+
+@pytest.mark.parametrize("case", CASES | IN_PARTS)
+def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
+    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS)[case]
+    if case in IN_PARTS:
+        monkeypatch.setattr(tuning, "HOPPER_SPLITS", ((1 << 20, 128),))
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     kernel = compiled("sm_90", plan)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
-    assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == options.get("varlen", False)
+    another_follows = options.get("varlen", False) or case in IN_PARTS
+    assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == another_follows
     assert kernel.metadata.shared <= 227 << 10
     assert usage(kernel).stack <= STACK_LIMIT
 

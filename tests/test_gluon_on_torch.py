@@ -80,6 +80,7 @@ BROKEN = {
     "O takes V's room too early": (
         "hopper_again",
         "    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes\n", ""),
+    "parts overlap": ("hopper_tasks", "len_k - start_k, 0), each * T.BLOCK_N)", "len_k - start_k, 0), len_k)"),
     "rows that failed are not noticed": ("attention_hopper", "gl.where(is_bad(acc, S_LAYOUT), CLEAN, 0)", "0"),
 }  # fmt: skip
 
@@ -104,6 +105,13 @@ def inputs() -> list[tuple[dict[str, Tensor], dict[str, object]]]:
         k[:, :, 20] *= 60
         v[:, 0, 70, 3], v[:, 1, 200, 5], v[:, 1, 280, 9] = math.inf, -math.inf, math.nan
         problems.append((dict(q=q, k=k, v=v), {"causal": True}))
+    # Few rows over many keys, in parts: one of them sees nothing of the last, one has a row that fails in the first.
+    q, k, v = (
+        torch.randn(1, heads, n, 128, generator=generator).half() for heads, n in ((2, 100), (1, 4300), (1, 4300))
+    )
+    k[:, :, 20] *= 60
+    problems.append((dict(q=q, k=k, v=v), {"causal": True, "q_start": 1990}))
+    problems.append((dict(q=q[:, :, :40], k=k, v=v), {"window": (3000, 5)}))
     return problems
 
 

@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.hopper_again import again
-from flashattn_lite.kernels.hopper_epilogue import deliver
+from flashattn_lite.kernels.hopper_epilogue import deliver, leave_state
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
     close,
@@ -120,14 +120,18 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
         mbarrier.arrive(bars.v_empty.index(at), count=1)
 
     # O is on its way while its rows are looked at; who waits for room, waits behind that.
-    weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    out = rounded(acc * weight[:, None], DTYPE)
-    deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
+    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
+    if T.PARTIAL:
+        leave_state(acc, weight, rows.exists, lse_ptrs, dst, lse, task, WG, T)
+    else:
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+        out = rounded(acc * weight[:, None], DTYPE)
+        deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
     mark = gl.where(overflow, EXACT, gl.where(is_bad(acc, S_LAYOUT), CLEAN, 0))
-    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F)
     gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=rows.exists)
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
-    deliver(out, T.O_SLOTS, T.BLOCK_DV // T.O_WIDTH, dst, o_s, task, rows.exists, WG, F, T)
+    if not T.PARTIAL:
+        deliver(out, T.O_SLOTS, T.BLOCK_DV // T.O_WIDTH, dst, o_s, task, rows.exists, WG, F, T)
     return it + 1, failed
 
 
@@ -185,7 +189,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def launch_dependents():
-    """The launch behind this one, which fills uncovered rows, may be put on the card as soon as there is room."""
+    """The launch behind this one, for uncovered rows or a merge, may be put on the card as soon as there is room."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
                               is_pure=False, pack=1)  # fmt: skip
 
@@ -202,6 +206,7 @@ def launch_dependents():
         "diag_lo",
         "diag_hi",
         "num_tiles",
+        "row_tiles",
         "stride_ob",
         "stride_oh",
         "stride_om",
@@ -212,8 +217,9 @@ def launch_dependents():
 )
 def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh,
                             stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, early, rows_q, rows_k,
-                            diag_lo, diag_hi, num_tiles, args, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    if F.varlen:
+                            diag_lo, diag_hi, num_tiles, row_tiles, args, F: gl.constexpr,
+                            T: gl.constexpr):  # fmt: skip
+    if F.varlen or T.PARTIAL:
         launch_dependents()
     DTYPE: gl.constexpr = q_desc.dtype
     CONSUMERS: gl.constexpr = T.WARPGROUPS
@@ -242,7 +248,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     descs = (q_desc, k_desc, v_desc)
     lse = (lse_ptr, (stride_lb, stride_lh))
     dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
-    sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles)
+    sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles, row_tiles)
     # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers.
     if CONSUMERS == 1:
         gl.warp_specialize([

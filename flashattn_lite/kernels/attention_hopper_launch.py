@@ -11,9 +11,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn_lite.errors import show
+from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
+from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
     in_pairs,
     lse_strides,
@@ -25,7 +27,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import LAST_TILES, HopperConfig, hopper_tile, padded, qk_pieces
+from flashattn_lite.kernels.tuning import LAST_TILES, PARTS, DecodeConfig, HopperConfig, hopper_tile, padded, qk_pieces
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -74,6 +76,8 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         APART=config.apart,
         CARRIED=config.carried,
         TURNS=config.turns,
+        SPLIT=config.split,
+        LANES=PARTS,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=varies(problem, mask, 2) or (config.pack > 1 and varies(problem, mask, 1)),
         MASK_ALIGN=2 if in_pairs(problem, mask) else 1,
@@ -97,13 +101,19 @@ class Call:
         self.problem, self.tile = problem, tile_of(problem, inputs.mask, config)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
-        num_m = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
+        self.merge = merge_of(problem, inputs, tile, out, lse, target) if tile.PARTIAL else None
+        parts = self.merge.parts if self.merge else 1
+        steps = (*strides(out, packed)[:3], *lse_strides(lse, packed))
+        if self.merge:  # to l from m; of a batch entry's and a key/value head's states
+            rows = parts * problem.group * problem.len_q
+            steps = (self.merge.state_sizes[1], 0, 0, problem.heads_kv * rows, rows)
+        row_tiles = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
+        num_m = row_tiles * parts
         num_tiles = num_m * problem.batch * heads
         rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
         self.numbers = (
-            *(*strides(out, packed)[:3], *lse_strides(lse, packed)),
-            *(num_m, heads, problem.batch * heads, *sections(problem, heads, num_m, target), rows_q, rows_k),
-            *(problem.diag_lo, problem.diag_hi, num_tiles),
+            *(*steps, num_m, heads, problem.batch * heads, *sections(problem, heads, num_m, target), rows_q, rows_k),
+            *(problem.diag_lo, problem.diag_hi, num_tiles, row_tiles),
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
         self.descriptors = Descriptors(
@@ -123,7 +133,7 @@ class Call:
     def arguments(
         self, lent: list[Any], inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address
     ) -> tuple[Any, ...]:
-        """`lent`: descriptors of q, k, v and out."""
+        """`lent`: descriptors of q, k, v and out. In parts, acc and m come in the place of out and lse."""
         scores = self.scores or score_args(self.problem, inputs)
         return (*lent, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
 
@@ -132,8 +142,11 @@ class Call:
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         lent = self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
-        self.start(self.arguments(lent, inputs, out, lse, counters.next(out.device)))
+        states = self.merge.states(out) if self.merge else (lse, lse, out)
+        self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
+        if self.merge:
+            self.merge.start(self.merge.arguments(inputs, out, lse, states))
         if self.uncovered:
             self.uncovered(inputs, out, lse)
 
@@ -146,11 +159,25 @@ def plan(
     target: Target,
     config: HopperConfig | None = None,
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
+    """(kernel, grid, args, kwargs) of the first launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     lent = call.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+    if call.merge:
+        lse, _, out = call.merge.states(out)
     return call.start.kernel, call.start.grid, call.arguments(lent, inputs, out, lse, counter), call.start.options
+
+
+def merge_of(
+    problem: AttentionProblem, inputs: Inputs, tile: HopperTile, out: Tensor, lse: Tensor, target: Target
+) -> Merge:
+    """The launch behind one that takes the keys in parts."""
+    config = DecodeConfig(
+        tile.BLOCK_M, tile.BLOCK_N, tile.SPLIT, 4, 1, lanes=tile.LANES, chain=1, columns=(128, 128, 128)
+    )
+    merged = decode_launch.tile_of(problem, inputs, target, config, 0)
+    parts = decode_launch.most_splits(problem, merged)
+    return Merge(problem, merged, parts, 1, config.merge_registers, out, lse, target)
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:

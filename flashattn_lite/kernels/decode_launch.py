@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import partial_kernel
-from flashattn_lite.kernels.decode_merge import merge_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, fills, padded
@@ -104,9 +104,6 @@ class Call:
             tile = replace(tile, OWNS_PAIR=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
         self.tile = tile
         parts = triton.cdiv(splits, own)
-        rows = heads * parts * problem.group * problem.len_q
-        # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
-        self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (rows * problem.head_dim_v, rows, rows)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
@@ -114,41 +111,29 @@ class Call:
             *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
-        columns = tile.COLUMNS if own == 1 else tile.OWN_COLUMNS
-        self.merge_numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
-        unfused: dict[str, Any] = {"enable_fp_fusion": False}
-        partial = unfused | {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        partial: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        partial["enable_fp_fusion"] = False
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
-        merge = unfused | {"num_warps": 1, "num_stages": 1}
-        if target.kind == "cuda":
-            merge["maxnreg"] = config.merge_registers
-        if tile.PDL:
-            merge["launch_pdl"] = True
-        merges = heads * problem.group * problem.len_q * triton.cdiv(problem.head_dim_v, columns)
         self.partial = Starter(partial_kernel, num_m * parts * heads, partial)
-        self.merge = Starter(merge_kernel, merges, merge)
+        self.merge = Merge(problem, tile, parts, own, config.merge_registers, out, lse, target)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Of both launches; the first writes states that the second reads."""
-        q, kv_lens = inputs.q, contiguous(inputs.kv_lens)
-        acc, m_i, l_i = q.new_empty(sum(self.state_sizes), dtype=torch.float32).split(self.state_sizes)
-        states = (m_i, l_i, acc)
+        states = self.merge.states(inputs.q)
         table = None if table is None else in_rows(table)
-        return (
-            (q, inputs.k, inputs.v, table, kv_lens, *states, *self.partial_numbers),
-            (out, lse, contiguous(inputs.sinks), kv_lens, *states, *self.merge_numbers),
-        )
+        partial = (*inputs[:3], table, contiguous(inputs.kv_lens), *states, *self.partial_numbers)
+        return partial, self.merge.arguments(inputs, out, lse, states)
 
     def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
-        if self.merge.grid[0]:
+        if self.merge.start.grid[0]:
             on(out.device, self._launch, *self.arguments(inputs, table, out, lse))
 
     def _launch(self, partial: tuple[Any, ...], merge: tuple[Any, ...]) -> None:
         self.partial(partial)
-        self.merge(merge)
+        self.merge.start(merge)
 
 
 def in_rows(table: Tensor) -> Tensor:
@@ -170,7 +155,7 @@ def plan(
     partial, merge = call.arguments(inputs, table, out, lse)
     return (
         (partial_kernel, call.partial.grid, partial, call.partial.options),
-        (merge_kernel, call.merge.grid, merge, call.merge.options),
+        (call.merge.kernel, call.merge.start.grid, merge, call.merge.start.options),
     )
 
 

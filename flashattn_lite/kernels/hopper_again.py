@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
-from flashattn_lite.kernels.hopper_epilogue import out_pointers
+from flashattn_lite.kernels.hopper_epilogue import columns, leave_state, of_pieces, out_pointers, state_pointers
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, mask_tile, pieces_of, query_key, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
@@ -99,7 +99,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     rows = take_rows(task, S_LAYOUT, WG, F, T)
-    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F)
+    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
     mark = gl.load(lse_ptrs, mask=rows.exists & (mode == REDO), other=0.0).to(gl.int32, bitcast=True)
     exact = (mark == EXACT).to(gl.int32)
     asked = rows.exists & ((mark == EXACT) | (mark == CLEAN))
@@ -130,10 +130,16 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
 
     l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
-    weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
     mbarrier.arrive(bars.cleaned, count=1)
     mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes
-    write_rows(rounded(acc * weight[:, None], DTYPE), mode, v_s, dst, lse, task, WG, F, T)
+    if T.PARTIAL:
+        if mode == REDO:
+            leave_state(acc, weight, asked, lse_ptrs, dst, lse, task, WG, T)
+        else:
+            move_state(acc, mode, rows.exists, dst, lse, task, WG, T)
+    else:
+        weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
+        write_rows(rounded(acc * weight[:, None], DTYPE), mode, v_s, dst, lse, task, WG, F, T)
     mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     # A row with a clean V and its old reference may still show that it needs the maximum: by l_i, or by an acc that a
     # large V made infinite. It is done once more. At the maximum nothing is asked, so that this ends.
@@ -141,6 +147,24 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     lse_row = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
     gl.store(lse_ptrs, lse_row, mask=asked)
     return dirty, n_clean + 1
+
+
+@gluon.jit
+def moved(had, seen, infinity):
+    """What was there, with that infinity where a key that has it in V was seen."""
+    return gl.where(seen != 0.0, (had.to(gl.float32) + infinity).to(had.dtype), had)
+
+
+@gluon.jit
+def move_state(acc, mode, exists, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
+    """PLUS, MINUS of `write_rows` where a task is a part of the keys."""
+    COUNT: gl.constexpr = T.BLOCK_DV // T.O_WIDTH
+    infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
+    wanted = of_pieces(exists, T)
+    for i in gl.static_range(COUNT):
+        ptrs, inside = state_pointers(i * T.O_WIDTH, dst, lse, task, WG, T)
+        had = gl.load(ptrs, mask=wanted & inside, other=0.0)
+        gl.store(ptrs, moved(had, columns(acc, i * T.O_WIDTH, T), infinity), mask=wanted & inside)
 
 
 @gluon.jit
@@ -160,13 +184,12 @@ def write_rows(x, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, 
     for i in range(ROWS // TAKEN):
         offs_r = i * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
         pos, head, exists = rows_of(offs_r, task, WG, T)
-        mark = gl.load(lse_pointers(lse, task, head, pos, F), mask=exists, other=0.0).to(gl.int32, bitcast=True)
+        mark = gl.load(lse_pointers(lse, task, head, pos, F, T), mask=exists, other=0.0).to(gl.int32, bitcast=True)
         wanted = exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
         ptrs, inside = out_pointers(dst, offs_r, 0, T.BLOCK_DV, task, WIDE, WG, F, T)
         wanted = wanted[:, None] & inside
         new = parts.index(WG * (ROWS // TAKEN) + i).load(WIDE)
         had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0)
-        moved = gl.where(new != 0.0, (had.to(gl.float32) + infinity).to(new.dtype), had)
-        gl.store(ptrs, gl.where(mode == REDO, new, moved), mask=wanted)
+        gl.store(ptrs, gl.where(mode == REDO, new, moved(had, new, infinity)), mask=wanted)
     fence_async_shared()
     barrier()  # every mark has been read

@@ -1,4 +1,7 @@
-"""How O leaves a consumer of the Hopper kernel: through shared memory, by TMA where the rows are all its own."""
+"""How O leaves a consumer of the Hopper kernel: through shared memory, by TMA where the rows are all its own.
+
+Of a part of the keys acc leaves in float32, from registers: two neighbours a thread, 32 bytes in a row at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashattn_lite.kernels.gluon_names import tma_store
-from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, heads_of, rows_of
+from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, heads_of, rows_of, state_rows
 
 
 @gluon.jit
@@ -77,4 +80,32 @@ def out_pointers(dst, offs_r, column: gl.constexpr, COLUMNS: gl.constexpr, task,
     step_b, step_h, step_m = o_strides[0] // 8 * 8, o_strides[1] // 8 * 8, o_strides[2] // 8 * 8
     rows = out_ptr + entry_of(task, F).to(gl.int64) * step_b + head.to(gl.int64) * step_h
     rows += (task.start_q + pos).to(gl.int64) * step_m
+    return rows[:, None] + offs_d[None, :], (offs_d < T.HEAD_DIM_V)[None, :]
+
+
+@gluon.jit
+def leave_state(acc, l_row, exists, lse_ptrs, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
+    """Writes a consumer's rows of acc [64, Dv] and of l, where a task is a part of the keys."""
+    COUNT: gl.constexpr = T.BLOCK_DV // T.O_WIDTH
+    gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
+    wanted = of_pieces(exists, T)
+    for i in gl.static_range(COUNT):
+        ptrs, inside = state_pointers(i * T.O_WIDTH, dst, lse, task, WG, T)
+        gl.store(ptrs, columns(acc, i * T.O_WIDTH, T), mask=wanted & inside)
+
+
+@gluon.jit
+def of_pieces(condition, T: gl.constexpr):
+    """[64, 1] of [64], where pieces of O have their rows."""
+    ROW: gl.constexpr = gl.SliceLayout(1, T.PIECE_LAYOUT)
+    return (gl.convert_layout(condition.to(gl.int32), ROW, assert_trivial=True) != 0)[:, None]
+
+
+@gluon.jit
+def state_pointers(column: gl.constexpr, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
+    """(pointers, which columns are there) of O_WIDTH columns of acc, from `column` on."""
+    offs_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, T.PIECE_LAYOUT))
+    offs_d = column + gl.arange(0, T.O_WIDTH, layout=gl.SliceLayout(0, T.PIECE_LAYOUT))
+    pos, head, _ = rows_of(offs_r, task, WG, T)
+    rows = dst[1] + state_rows(lse, task, head, pos, T) * T.HEAD_DIM_V
     return rows[:, None] + offs_d[None, :], (offs_d < T.HEAD_DIM_V)[None, :]

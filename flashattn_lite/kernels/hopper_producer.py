@@ -154,7 +154,7 @@ def marked(task, lse, F: gl.constexpr, T: gl.constexpr):
     for w in gl.static_range(CONSUMERS):
         offs_r = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
         pos, head, exists = rows_of(offs_r, task, w, T)
-        mark = gl.load(lse_pointers(lse, task, head, pos, F), mask=exists, other=0.0).to(gl.int32, bitcast=True)
+        mark = gl.load(lse_pointers(lse, task, head, pos, F, T), mask=exists, other=0.0).to(gl.int32, bitcast=True)
         found |= gl.max(((mark == CLEAN) | (mark == EXACT)).to(gl.int32), 0)
     return found
 

@@ -90,9 +90,14 @@ def empty_state(T: gl.constexpr):
 
 @gluon.jit
 def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
-    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs."""
+    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs.
+
+    PARTIAL: (m, l, overflow); the merge does the rest.
+    """
     overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
     weight = l_row * 0.0 + 1.0
+    if T.PARTIAL:
+        return m_i, l_row, overflow
     if F.sinks:
         sink = gl.load(args.sinks_ptr + rows.head, mask=rows.exists, other=0.0).to(gl.float32) * LOG2E
         m_i, l_row, weight, _ = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))

@@ -13,7 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashattn_lite.kernels.decode_splits import splits_of, visible_keys
 from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
+from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.gluon_names import reinterpret
 
 FAST, REDO, PLUS, MINUS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # what to do with a tile
@@ -47,6 +49,13 @@ class HopperTile:
     MASK_ROWS: bool  # rows of a tile may see different rows of a mask tensor
     MASK_ALIGN: int  # elements that divide its strides and lengths: 2 or 1
     LIMIT: float  # of l_i, so that no p has left its dtype's range
+    SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
+    LANES: int  # parts of a sequence's keys, at most
+
+    @property
+    def PARTIAL(self) -> bool:
+        """A task is a row tile and a part of the keys; (m, l, acc) leave in the place of lse and O, to be merged."""
+        return self.SPLIT > 0
 
     @property
     def S_LAYOUT(self) -> Any:
@@ -82,7 +91,7 @@ class HopperTile:
 class Sizes(NamedTuple):
     """What a launch is made of; heads are query heads, or key/value heads where they are packed."""
 
-    num_m: Any  # row tiles of a head
+    num_m: Any  # tasks of a head: its row tiles, each as often as there are parts
     heads: Any  # of a batch entry
     all_heads: Any  # of the batch
     section: Any  # heads that are worked on together
@@ -92,6 +101,7 @@ class Sizes(NamedTuple):
     diag_lo: Any
     diag_hi: Any
     num_tiles: Any
+    row_tiles: Any  # of a head
 
 
 class Barriers(NamedTuple):
@@ -112,8 +122,7 @@ class Task(NamedTuple):
     b: Any
     head: Any
     first: Any  # its first query position
-    start_q: Any  # the sequence's first row in memory, of Q and of K
-    start_k: Any
+    start_q: Any  # the sequence's first row in memory
     len_q: Any
     len_k: Any
     diag_lo: Any
@@ -124,6 +133,8 @@ class Task(NamedTuple):
     lo: Any
     full_lo: Any
     full_hi: Any
+    part: Any  # of the keys; 0 where there is but one
+    start_k: Any  # its first row in memory, which the producer keeps to itself
 
 
 @gluon.jit
@@ -150,30 +161,34 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
     """The task of a tile number."""
     b, head, block_m = place(tile, sizes, F)
     len_q, len_k, diag_lo, diag_hi = sizes.rows_q, sizes.rows_k, sizes.diag_lo, sizes.diag_hi
-    start_q, start_k = b * 0, b * 0
+    start_q, start_k, part = b * 0, b * 0, b * 0
+    if T.PARTIAL:
+        part, block_m = divided(block_m, sizes.row_tiles)  # those that share keys are neighbours
     if F.varlen:
         cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b
         start_q, len_q = clamp_sequence(gl.load(cu_q), gl.load(cu_q + 1), len_q)
         start_k, len_k = clamp_sequence(gl.load(cu_k), gl.load(cu_k + 1), len_k)
-    if F.kv_lens:
-        len_k = gl.minimum(gl.maximum(gl.load(args.kv_lens_ptr + b), 0), len_k)
-    if F.end_aligned:
-        diag_lo += len_k - len_q
-        diag_hi += len_k - len_q
+    seen_lo, seen_hi, len_k, diag_lo, diag_hi = visible_keys(args.kv_lens_ptr, b, len_q, len_k, diag_lo, diag_hi, F)
+    if T.PARTIAL:
+        first_tile, _, each = splits_of(seen_lo, seen_hi, T)
+        start_k = (first_tile + part * each) * T.BLOCK_N
+        len_k = gl.minimum(gl.maximum(len_k - start_k, 0), each * T.BLOCK_N)
+        diag_lo -= start_k
+        diag_hi -= start_k
     POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
     first = block_m * POSITIONS
     last = gl.minimum(first + POSITIONS, len_q)
     count, edges, before, lo, full_lo, full_hi = visited_tiles(first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
     count, edges = gl.maximum(count, 1), gl.maximum(edges, 1)
-    return Task(b, head, first, start_q, start_k, len_q, len_k, diag_lo, diag_hi, count, edges, before, lo, full_lo,
-                full_hi)  # fmt: skip
+    return Task(b, head, first, start_q, len_q, len_k, diag_lo, diag_hi, count, edges, before, lo, full_lo, full_hi,
+                part, start_k)  # fmt: skip
 
 
 @gluon.jit
 def no_task(number):
     """What goes with a message that is about no row tile; of a number only the type counts."""
     zero = number * 0
-    return Task(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    return Task(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
 
 
 @gluon.jit
@@ -235,10 +250,20 @@ def rows_of(offs_r, task, w, T: gl.constexpr):
 
 
 @gluon.jit
-def lse_pointers(lse, task, head, pos, F: gl.constexpr):
-    """lse = (pointer, (batch stride, head stride))."""
-    at = entry_of(task, F).to(gl.int64) * lse[1][0] + head.to(gl.int64) * lse[1][1]
-    return lse[0] + at + (task.start_q + pos)
+def lse_pointers(lse, task, head, pos, F: gl.constexpr, T: gl.constexpr):
+    """lse = (pointer, (batch stride, head stride)); PARTIAL: where m is."""
+    if T.PARTIAL:
+        return lse[0] + state_rows(lse, task, head, pos, T)
+    else:
+        at = entry_of(task, F).to(gl.int64) * lse[1][0] + head.to(gl.int64) * lse[1][1]
+        return lse[0] + at + (task.start_q + pos)
+
+
+@gluon.jit
+def state_rows(lse, task, head, pos, T: gl.constexpr):
+    """Numbers of rows in [B, Hkv, parts, G, L], as decode_merge.py reads them; lse[1]: strides of B and Hkv."""
+    at = task.b.to(gl.int64) * lse[1][0] + (head // T.GROUP).to(gl.int64) * lse[1][1]
+    return at + task.part.to(gl.int64) * (T.GROUP * task.len_q) + (head % T.GROUP * task.len_q + pos)
 
 
 @gluon.jit
@@ -297,7 +322,7 @@ def receive(n_message, talk):
         word(words, first + 1), word(words, first + 2), word(words, first + 3), word(words, first + 4),
         word(words, first + 5), word(words, first + 6), word(words, first + 7), word(words, first + 8),
         word(words, first + 9), word(words, first + 10), word(words, first + 11), word(words, first + 12),
-        word(words, first + 13), word(words, first + 14), word(words, first + 15),
+        word(words, first + 13), word(words, first + 14), word(words, first + 15), first * 0,
     )  # fmt: skip
     mbarrier.arrive(slot_empty.index(at), count=1)
     return message, task

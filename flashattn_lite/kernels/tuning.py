@@ -41,6 +41,7 @@ class HopperConfig:
     q_held: bool = False  # a consumer keeps its Q in registers
     o_width: int = 128  # columns of O that leave at a time, at most
     o_slots: int = 1  # buffers for them, of a consumer, at most
+    split: int = 0  # keys of a part that is a task of its own, at least; 0: a row tile takes all of its own
 
 
 def power_of_two(count: int) -> int:
@@ -172,6 +173,20 @@ HOPPER_TILES = (
     (192, (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
     (256, (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
+# Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least. 8k keys,
+# causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
+#   128: 1 x 32 / 8 heads x 128 rows  41.0  36.1  51.3  82.7; 36.5   1 x 8 / 1 heads  20.4  28.9  47.5  80.7; 18.0
+#                          x 64 rows  26.3  33.8  50.4  82.1; 23.8   8 x 64 rows     163.6 148.3 143.1 120.5; 128.3
+#                                                                    4 x 128 rows    153.3 136.4 128.6 104.4; 118.7
+#                         x 256 rows  74.8  66.8  62.6  81.9; 64.9   1 x 8 / 1 heads  23.8  31.0  48.4  80.6; 22.3
+#                                                                    2 x 256 rows    146.5 130.3 124.4 102.6; 117.9
+#                                                       512 rows     1 x 8 / 1 heads  37.6  33.9  50.4  80.5; 34.6
+#   64:  1 x 32 / 8 heads x 128 rows  27.4  27.2     -  88.7; 28.2   4 x 128 rows     97.8  93.1     -  97.4; 94.9
+#   256: 1 x 16 / 8 heads x 128 rows  42.6  54.9  90.1 156.3; 40.7
+# 16 parts of 512: 53.5 in the first, 19.9 in the second. Merged four rows a program: level. A part is like a short
+# causal sequence and has its tile. The first at 2048, d64 at 1024: 37.0, 28.5; with the tile of 8k keys 38.1, 37.3.
+HOPPER_SPLITS = ((128, 1024), (256, 2048))
+PARTS = 8  # of a sequence's keys, at most
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 
@@ -183,14 +198,18 @@ def qk_pieces(head_dim: int) -> tuple[int, int]:
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     """The tile of the Hopper attention kernel.
 
-    A function of head dims, the number of query heads a K/V head, and of lengths in two places: the number of keys in
-    HOPPER_TILES (never for packed sequences, whose neighbours would then decide), and PACKED_ROWS.
+    A function of head dims, the number of query heads a K/V head, and of lengths in three places: the number of keys in
+    HOPPER_TILES (never for packed sequences, whose neighbours would then decide), HOPPER_SPLITS, and PACKED_ROWS.
     """
     dim = max(math.prod(qk_pieces(problem.head_dim)), padded(problem.head_dim_v))
-    keys = 0 if problem.features.varlen else problem.len_k
-    config = next(
-        tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[problem.features.right]
-    )
+    keys, causal = 0 if problem.features.varlen else problem.len_k, problem.features.right
+    split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and keys >= 2 * split), 0)
+    if problem.features.mask:
+        split = 0
+    if split:
+        keys, causal = 0, True  # parts take the tile of short causal sequences
+    config = next(tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[causal])
+    config = replace(config, split=split)
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         config = replace(config, pack=power_of_two(problem.group))
     return config

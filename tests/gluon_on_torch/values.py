@@ -235,7 +235,7 @@ class Pointer:
         return torch.where(inside, at, 0), mask, *values
 
 
-def load(ptr: Pointer, mask: Any = True, other: Any = RUBBISH) -> Value:
+def load(ptr: Pointer, mask: Any = True, other: Any = RUBBISH, eviction_policy: str = "") -> Value:
     at, mask, other = ptr.wanted(mask, other)
     return of_tensor(torch.where(mask, ptr.memory[at], other.to(ptr.memory.dtype)))
 
@@ -325,7 +325,8 @@ FUNCTIONS: dict[str, Any] = dict(
     load=load, store=store, cast=lambda x, dtype: value(x).to(dtype), atomic_add=atomic(torch.add),
     atomic_max=atomic(torch.maximum), max=largest, sum=total, where=where, fma=fma, clamp=clamp, reduce=reduce,
     maximum=either(torch.fmax, max), minimum=either(torch.fmin, min), abs=elementwise(torch.abs),
-    exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), gather=gather,
+    exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), ceil=elementwise(torch.ceil), gather=gather,
+    cdiv=lambda a, b: (a + b - 1) // b,
     reshape=lambda x, shape: Value(x.x.reshape(shape)),
     permute=lambda x, order: Value(x.x.permute(order)), split=lambda x: tuple(map(Value, x.x.unbind(-1))),
     interleave=interleave, convert_layout=lambda x, layout, assert_trivial=False: x,

@@ -1,0 +1,58 @@
+"""Starting the merge of states that parts of the keys have left: room for them, arguments, the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashattn_lite.kernels.decode_merge import merge_kernel
+from flashattn_lite.kernels.decode_splits import DecodeTile
+from flashattn_lite.kernels.operands import contiguous
+from flashattn_lite.kernels.start import Starter
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.target import Target
+
+States = tuple[Tensor, Tensor, Tensor]  # m, l [B, Hkv, parts, G * L] and acc [B, Hkv, parts, G * L, Dv], flat, float32
+
+
+class Merge:
+    """The second launch of a problem whose keys are taken in parts, `own` splits each."""
+
+    kernel = merge_kernel
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        tile: DecodeTile,
+        parts: int,
+        own: int,
+        registers: int,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+    ) -> None:
+        self.parts = parts
+        heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
+        # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
+        count = heads * parts * rows
+        self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
+        lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
+        self.numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
+        options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
+        if target.kind == "cuda":
+            options["maxnreg"] = registers
+        if tile.PDL:
+            options["launch_pdl"] = True
+        columns = tile.COLUMNS if own == 1 else tile.OWN_COLUMNS
+        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, columns), options)
+
+    def states(self, like: Tensor) -> States:
+        """Room for the states, on the device of `like`."""
+        acc, m_i, l_i = like.new_empty(sum(self.state_sizes), dtype=torch.float32).split(self.state_sizes)
+        return m_i, l_i, acc
+
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
+        return (out, lse, contiguous(inputs.sinks), contiguous(inputs.kv_lens), *states, *self.numbers)

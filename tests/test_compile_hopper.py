@@ -26,6 +26,7 @@ CASES = {
     "192, 128": (192, 128, torch.bfloat16, {"causal": True}),
     "192, 128 long": (192, 128, torch.float16, {"rows": 4096}),
     "160": (160, 160, torch.bfloat16, {}),
+    "96 long": (96, 96, torch.bfloat16, {"causal": True, "rows": 4096}),
     "everything": (80, 40, torch.bfloat16, {"causal": True, "window": (9, None), "softcap": 30.0, "mask": "float",
                                            "sinks": True, "kv_lens": True}),
     "bool mask": (128, 128, torch.float16, {"mask": "bool"}),
@@ -185,22 +186,25 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
 
 
 @pytest.mark.parametrize(
-    "dims", [(16, 16), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str
+    "dims",
+    [(16, 16), (64, 64), (96, 96), (256, 64), (128, 128), (64, 192), (192, 128), (192, 192), (192, 256), (256, 256)],
+    ids=str,
 )
 @pytest.mark.parametrize("group", [1, 3, 8, 100])
 @pytest.mark.parametrize("rows", [1, 40, 5000])
-def test_every_problem_has_a_tile_that_fits(dims, group, rows):
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal):
     _, problem = attention_problem(
-        *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": True}
+        *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
     )
     config = tuning.hopper_tile(problem)
     tile = attention_hopper_launch.tile_of(problem, None, config)
     columns = tile.PIECES * tile.BLOCK_D
     shared = 2 * (64 * tile.Q_SLOTS * columns + tile.BLOCK_M * tile.O_SLOTS * tile.O_WIDTH)
-    shared += 2 * tile.STAGES * tile.BLOCK_N * (columns + tile.BLOCK_DV)
+    shared += 2 * tile.STAGES * tile.BLOCK_N * (columns + tile.V_PIECES * tile.BLOCK_DV)
     others, system = 3072, 1024  # the list, messages and barriers
     assert shared + others + system <= (228 << 10) // config.blocks
     assert tile.PACK == 1 or tile.GROUP <= tile.PACK <= 64
     # A copy of O may still be under way in all other buffers: the next must be the one that has waited longest.
-    assert tile.BLOCK_DV // tile.O_WIDTH % tile.O_SLOTS == 0
+    assert tile.LEAVES % tile.O_SLOTS == 0
     assert tile.STAGES * tile.BLOCK_N >= tile.BLOCK_M  # rows done again leave through the room of V

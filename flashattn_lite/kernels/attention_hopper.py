@@ -37,16 +37,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.hopper_again import again
 from flashattn_lite.kernels.hopper_epilogue import deliver, leave_state
+from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, values_added
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
     close,
@@ -83,8 +78,7 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     q_s, _, v_s, o_s = rings
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
-    O_LAYOUT: gl.constexpr = T.O_LAYOUT
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     rows = take_rows(task, S_LAYOUT, WG, F, T)
     skip = past_keys(rows, task, F, T)
@@ -110,12 +104,12 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
 
     at, phase = stage(it, T)
     mbarrier.wait(bars.v_full.index(at), phase)
-    v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
+    v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)
     w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
-    acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
+    acc = add_values(w, v, acc, T)
     l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
     lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
-    acc = warpgroup_mma_wait(0, [acc])
+    acc = values_added(acc, T)
     if T.APART:
         mbarrier.arrive(bars.v_empty.index(at), count=1)
 
@@ -124,14 +118,13 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     if T.PARTIAL:
         leave_state(acc, weight, rows.exists, lse_ptrs, dst, lse, task, WG, T)
     else:
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        out = rounded(acc * weight[:, None], DTYPE)
+        out = finished(acc, weight, DTYPE, T)
         deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
-    mark = gl.where(overflow, EXACT, gl.where(is_bad(acc, S_LAYOUT), CLEAN, 0))
+    mark = gl.where(overflow, EXACT, gl.where(is_bad(acc, T), CLEAN, 0))
     gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=rows.exists)
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
     if not T.PARTIAL:
-        deliver(out, T.O_SLOTS, T.BLOCK_DV // T.O_WIDTH, dst, o_s, task, rows.exists, WG, F, T)
+        deliver(out, T.O_SLOTS, T.LEAVES, dst, o_s, task, rows.exists, WG, F, T)
     return it + 1, failed
 
 
@@ -228,7 +221,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * T.PIECES, 1, 1, ROWS // T.PACK, T.PACK, T.BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [STAGES * T.PIECES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, T.BLOCK_N, T.BLOCK_DV], v_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [STAGES * T.V_PIECES, 1, 1, T.BLOCK_N, T.BLOCK_DV], v_desc.layout)
     O_BUFFERS: gl.constexpr = CONSUMERS * T.O_SLOTS
     o_s = gl.allocate_shared_memory(DTYPE, [O_BUFFERS, 1, 1, ROWS // T.PACK, T.PACK, T.O_WIDTH], o_desc.layout)
     slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import LAST_TILES, PARTS, DecodeConfig, HopperConfig, hopper_tile, padded, qk_pieces
+from flashattn_lite.kernels.tuning import LAST_TILES, PARTS, DecodeConfig, HopperConfig, hopper_tile, pieces
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -57,22 +58,24 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
-    pieces, block_dv = qk_pieces(problem.head_dim), max(64, padded(problem.head_dim_v))
-    o_width = min(config.o_width, block_dv)
+    of_qk, of_v = pieces(problem.head_dim), pieces(problem.head_dim_v)
+    o_width = min(config.o_width, of_v[1])
+    leaves = math.prod(of_v) // o_width
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         Q_SLOTS=config.q_slots or config.warpgroups,
         HEAD_DIM_V=problem.head_dim_v,
-        PIECES=pieces[0],
-        BLOCK_D=pieces[1],
-        BLOCK_DV=block_dv,
+        PIECES=of_qk[0],
+        BLOCK_D=of_qk[1],
+        V_PIECES=of_v[0],
+        BLOCK_DV=of_v[1],
         GROUP=problem.group,
         PACK=config.pack,
         Q_HELD=config.q_held,
         O_WIDTH=o_width,
-        O_SLOTS=min(config.o_slots, block_dv // o_width),
+        O_SLOTS=max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0),
         APART=config.apart,
         CARRIED=config.carried,
         TURNS=config.turns,

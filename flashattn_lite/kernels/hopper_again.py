@@ -10,18 +10,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import columns, leave_state, of_pieces, out_pointers, state_pointers
+from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
-from flashattn_lite.kernels.hopper_scores import hide, mask_tile, pieces_of, query_key, scaled, take
+from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     EXACT,
@@ -54,7 +49,7 @@ def clean(v_s, at, mode, n_clean, cleaned, WG: gl.constexpr, T: gl.constexpr):
     Element by element, so that it does not matter in which order they lie. Every consumer does its share and waits for
     the others. Returns 1 if there was any in that share.
     """
-    PARTS: gl.constexpr = T.BLOCK_N * T.BLOCK_DV // PART
+    PARTS: gl.constexpr = T.V_PIECES * T.BLOCK_N * T.BLOCK_DV // PART
     EIGHT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     parts = reinterpret(v_s, v_s.dtype, [T.STAGES * PARTS, PART], FLAT)
     one = gl.where(mode == REDO, 0.0, 1.0)
@@ -95,9 +90,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     q_s, k_s, v_s, _ = rings
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
-    O_LAYOUT: gl.constexpr = T.O_LAYOUT
-    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
     rows = take_rows(task, S_LAYOUT, WG, F, T)
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
     mark = gl.load(lse_ptrs, mask=rows.exists & (mode == REDO), other=0.0).to(gl.int32, bitcast=True)
@@ -108,7 +101,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     dirty = 0
     writes_done()  # of O as the first pass left it, which is read and written from here on
     q_at, q_phase = q_slot(n_tile, WG, T)
-    q = pieces_of(q_at, q_s, ROWS, T)
+    q = pieces_of(q_at, q_s, ROWS, T.PIECES)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     for i in range(task.count):
         at, phase = stage(it, T)
@@ -117,13 +110,13 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(bars.k_empty.index(at), count=1)
         m_i, l_i, alpha, p = update(s, m_i, l_i, i, exact, mode, rows, task, args, F, T)
-        acc = acc * gl.convert_layout(alpha, O_ROW, assert_trivial=True)[:, None]
+        acc = weighed(acc, alpha, T)
         mbarrier.wait(bars.v_full.index(at), phase)
-        v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
+        v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)
         found, n_clean = clean(v_s, at, mode, n_clean, bars.cleaned, WG, T)
         dirty |= found
-        acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True), v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = add_values(gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True), v, acc, T)
+        acc = values_added(acc, T)
         if T.APART:
             mbarrier.arrive(bars.v_empty.index(at), count=1)
         it += 1
@@ -138,12 +131,12 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
         else:
             move_state(acc, mode, rows.exists, dst, lse, task, WG, T)
     else:
-        weight = gl.convert_layout(gl.where(mode == REDO, weight, 1.0), O_ROW, assert_trivial=True)
-        write_rows(rounded(acc * weight[:, None], DTYPE), mode, v_s, dst, lse, task, WG, F, T)
+        out = finished(acc, gl.where(mode == REDO, weight, 1.0), DTYPE, T)
+        write_rows(out, mode, v_s, dst, lse, task, WG, F, T)
     mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     # A row with a clean V and its old reference may still show that it needs the maximum: by l_i, or by an acc that a
     # large V made infinite. It is done once more. At the maximum nothing is asked, so that this ends.
-    mark = gl.where((exact == 0) & (overflow | is_bad(acc, S_LAYOUT)), EXACT, 0)
+    mark = gl.where((exact == 0) & (overflow | is_bad(acc, T)), EXACT, 0)
     lse_row = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
     gl.store(lse_ptrs, lse_row, mask=asked)
     return dirty, n_clean + 1
@@ -158,37 +151,40 @@ def moved(had, seen, infinity):
 @gluon.jit
 def move_state(acc, mode, exists, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
     """PLUS, MINUS of `write_rows` where a task is a part of the keys."""
-    COUNT: gl.constexpr = T.BLOCK_DV // T.O_WIDTH
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
     wanted = of_pieces(exists, T)
-    for i in gl.static_range(COUNT):
+    LEAVES: gl.constexpr = T.LEAVES
+    for i in gl.static_range(LEAVES):
         ptrs, inside = state_pointers(i * T.O_WIDTH, dst, lse, task, WG, T)
         had = gl.load(ptrs, mask=wanted & inside, other=0.0)
         gl.store(ptrs, moved(had, columns(acc, i * T.O_WIDTH, T), infinity), mask=wanted & inside)
 
 
 @gluon.jit
-def write_rows(x, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """Rows x [64, Dv] of O to where their lse still has a mark; PLUS, MINUS: that infinity to all where x is not 0.
+def write_rows(out, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """Rows [64, Dv] of O to where their lse still has a mark; PLUS, MINUS: that infinity to all where they are not 0.
 
     Through shared memory, where V was, 1024 elements at a time: all at once is long straight code, to compile and to
     spill for.
     """
     TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
+    PARTS: gl.constexpr = ROWS // TAKEN  # of a piece
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-    ROOMS: gl.constexpr = T.STAGES * (T.BLOCK_N // ROWS)
+    ROOMS: gl.constexpr = T.STAGES * T.V_PIECES * (T.BLOCK_N // ROWS)
     whole = reinterpret(v_s, v_s.dtype, [ROOMS, ROWS, T.BLOCK_DV], PLAIN)
-    parts = reinterpret(v_s, v_s.dtype, [ROOMS * (ROWS // TAKEN), TAKEN, T.BLOCK_DV], PLAIN)
+    parts = reinterpret(v_s, v_s.dtype, [ROOMS * PARTS, TAKEN, T.BLOCK_DV], PLAIN)
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
-    whole.index(WG).store(x)
-    for i in range(ROWS // TAKEN):
-        offs_r = i * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
+    PIECES: gl.constexpr = T.V_PIECES
+    for i in gl.static_range(PIECES):
+        whole.index(WG * T.V_PIECES + i).store(out[i])
+    for i in range(T.V_PIECES * PARTS):
+        offs_r = i % PARTS * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
         pos, head, exists = rows_of(offs_r, task, WG, T)
         mark = gl.load(lse_pointers(lse, task, head, pos, F, T), mask=exists, other=0.0).to(gl.int32, bitcast=True)
         wanted = exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
-        ptrs, inside = out_pointers(dst, offs_r, 0, T.BLOCK_DV, task, WIDE, WG, F, T)
+        ptrs, inside = out_pointers(dst, offs_r, i // PARTS * T.BLOCK_DV, T.BLOCK_DV, task, WIDE, WG, F, T)
         wanted = wanted[:, None] & inside
-        new = parts.index(WG * (ROWS // TAKEN) + i).load(WIDE)
+        new = parts.index(WG * T.V_PIECES * PARTS + i).load(WIDE)
         had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0)
         gl.store(ptrs, gl.where(mode == REDO, new, moved(had, new, infinity)), mask=wanted)
     fence_async_shared()

@@ -14,17 +14,23 @@ from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, heads_of, rows_o
 
 
 @gluon.jit
-def columns(x, first: gl.constexpr, T: gl.constexpr):
-    """Columns first to first + O_WIDTH of x [64, n]."""
+def columns(pieces, first: gl.constexpr, T: gl.constexpr):
+    """Columns first to first + O_WIDTH of O or acc."""
+    return columns_of(pieces[first // T.BLOCK_DV], first % T.BLOCK_DV, T)
+
+
+@gluon.jit
+def columns_of(x, first: gl.constexpr, T: gl.constexpr):
+    """The same of a piece [64, n]."""
     if x.shape[1] == T.O_WIDTH:
         return gl.convert_layout(x, T.PIECE_LAYOUT, assert_trivial=True)
     else:
         HALF: gl.constexpr = x.shape[1] // 2
         low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), (0, 2, 1)))
         if first < HALF:
-            return columns(low, first, T)
+            return columns_of(low, first, T)
         else:
-            return columns(high, first - HALF, T)
+            return columns_of(high, first - HALF, T)
 
 
 @gluon.jit
@@ -70,7 +76,7 @@ def write_present(dst, buffer, column: gl.constexpr, task, exists, WG: gl.conste
 
 
 @gluon.jit
-def out_pointers(dst, offs_r, column: gl.constexpr, COLUMNS: gl.constexpr, task, LAYOUT: gl.constexpr,
+def out_pointers(dst, offs_r, column, COLUMNS: gl.constexpr, task, LAYOUT: gl.constexpr,
                  WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """(pointers, which columns are there) of a consumer's rows offs_r [M] of O, COLUMNS of them from `column` on."""
     _, out_ptr, o_strides = dst
@@ -86,10 +92,10 @@ def out_pointers(dst, offs_r, column: gl.constexpr, COLUMNS: gl.constexpr, task,
 @gluon.jit
 def leave_state(acc, l_row, exists, lse_ptrs, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
     """Writes a consumer's rows of acc [64, Dv] and of l, where a task is a part of the keys."""
-    COUNT: gl.constexpr = T.BLOCK_DV // T.O_WIDTH
     gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
     wanted = of_pieces(exists, T)
-    for i in gl.static_range(COUNT):
+    LEAVES: gl.constexpr = T.LEAVES
+    for i in gl.static_range(LEAVES):
         ptrs, inside = state_pointers(i * T.O_WIDTH, dst, lse, task, WG, T)
         gl.store(ptrs, columns(acc, i * T.O_WIDTH, T), mask=wanted & inside)
 

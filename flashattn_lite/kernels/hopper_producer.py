@@ -90,16 +90,16 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counte
                 copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
             n_message = send(message, task, n_message, talk)
         elif T.APART:
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, 1, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
         else:  # V is given back with the K behind it, whose room was there
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, 1, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, T.V_PIECES, F, T)
     asked = 0
     if counter_ptr is not None:
         asked = ask(counter_ptr)
     if T.APART:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, 1, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
     else:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, 1, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, T.V_PIECES, F, T)
     return n_message, asked
 
 

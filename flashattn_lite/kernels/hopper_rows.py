@@ -81,10 +81,13 @@ def past_keys(rows, task, F: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def empty_state(T: gl.constexpr):
-    """(m_i, l_i, acc) of rows that have seen nothing. l_i is [64, 4]: each thread adds up its own part of a row."""
+    """(m_i, l_i, acc in pieces) of rows that have seen nothing. l_i is [64, 4]: a thread adds up its part of a row."""
     m_i = gl.full([ROWS], EMPTY_M, gl.float32, gl.SliceLayout(1, T.S_LAYOUT))
     l_i = gl.full([ROWS, 4], EMPTY_L, gl.float32, T.L_LAYOUT)
-    acc = gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, T.O_LAYOUT)
+    PIECES: gl.constexpr = T.V_PIECES
+    acc = ()
+    for _i in gl.static_range(PIECES):
+        acc = acc + (gl.full([ROWS, T.BLOCK_DV], 0.0, gl.float32, T.O_LAYOUT),)
     return m_i, l_i, acc
 
 
@@ -106,7 +109,13 @@ def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def is_bad(acc, S_LAYOUT: gl.constexpr):
+def is_bad(acc, T: gl.constexpr):
     """Rows with an infinity or NaN in acc, [64] in the layout of S's rows."""
-    parts = gl.sum(gl.reshape(acc, [ROWS, acc.shape[1] // 32, 32]), 1)  # eight short chains of sums for one long one
-    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True) * 0.0 != 0.0
+    PIECES: gl.constexpr = T.V_PIECES
+    ROW: gl.constexpr = gl.SliceLayout(1, T.S_LAYOUT)
+    total = gl.full([ROWS], -0.0, gl.float32, ROW)
+    for i in gl.static_range(PIECES):
+        # Eight short chains of sums for one long one.
+        parts = gl.sum(gl.reshape(acc[i], [ROWS, acc[i].shape[1] // 32, 32]), 1)
+        total += gl.convert_layout(gl.sum(parts, 1), ROW, assert_trivial=True)
+    return total * 0.0 != 0.0

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import shift, weights
 from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
-
-
-@gluon.jit
-def pieces_of(at, ring, LENGTH: gl.constexpr, T: gl.constexpr):
-    """The `at`-th LENGTH rows of Q or K in shared memory, piece by piece [LENGTH, BLOCK_D]."""
-    PIECES: gl.constexpr = T.PIECES
-    pieces = ()
-    for i in gl.static_range(PIECES):
-        pieces = pieces + (ring.index(at * PIECES + i).reshape([LENGTH, T.BLOCK_D]),)
-    return pieces
-
-
-@gluon.jit
-def query_key(q, k_s, at, zero, T: gl.constexpr):
-    """Q K^T [64, N] of the `at`-th tile of K in shared memory, under way."""
-    PIECES: gl.constexpr = T.PIECES
-    k = pieces_of(at, k_s, T.BLOCK_N, T)
-    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
-    for i in gl.static_range(1, PIECES):
-        s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, is_async=True)
-    return s
 
 
 @gluon.jit

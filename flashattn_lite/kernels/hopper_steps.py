@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, pieces_of, query_key, settled_first
+from flashattn_lite.kernels.hopper_pieces import add_values, pieces_of, query_key, values_added, weighed
+from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
 from flashattn_lite.kernels.hopper_tasks import ROWS, next_stage, stage
 
 
@@ -42,10 +39,15 @@ def pass_turn(WG: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
     """The pieces of this consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
+    PIECES: gl.constexpr = T.PIECES
+    q = pieces_of(q_at, q_s, ROWS, PIECES)
     if T.Q_HELD:
-        return (q_s.index(q_at).reshape([ROWS, T.BLOCK_D]).load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
+        held = ()
+        for i in gl.static_range(PIECES):
+            held = held + (q[i].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
+        return held
     else:
-        return pieces_of(q_at, q_s, ROWS, T)
+        return q
 
 
 @gluon.jit
@@ -54,9 +56,14 @@ def own_q(q, T: gl.constexpr):
 
     By an xor with blockIdx.z, which is 0, because it sees through a move.
     """
+    PIECES: gl.constexpr = T.PIECES
     if T.Q_HELD:
-        return (gl.inline_asm_elementwise("{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }", "=r,r",
-                                          [q[0]], dtype=q[0].dtype, is_pure=False, pack=2),)  # fmt: skip
+        asm: gl.constexpr = "{ .reg .b32 zero; mov.u32 zero, %ctaid.z; xor.b32 $0, $1, zero; }"
+        own = ()
+        for i in gl.static_range(PIECES):
+            piece = gl.inline_asm_elementwise(asm, "=r,r", [q[i]], dtype=q[i].dtype, is_pure=False, pack=2)
+            own = own + (piece,)
+        return own
     else:
         return q
 
@@ -67,24 +74,24 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
     acc, m_i, l_i = state
     _, k_s, v_s, _ = rings
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
     at, phase = stage(it, T)
     for i in range(first, last):
         if T.CARRIED == "":
             at, phase = stage(it, T)
         k_at, k_phase = next_stage(at, phase, it, T)
-        v = v_s.index(at).reshape([T.BLOCK_N, T.BLOCK_DV])
+        v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)
         mbarrier.wait(bars.k_full.index(k_at), k_phase)
-        w = pack_p(p, v, P_LAYOUT)
+        w = pack_p(p, v[0], P_LAYOUT)
         await_turn(WG, T)
         s = query_key(q, k_s, k_at, zero, T)
         mbarrier.wait(bars.v_full.index(at), phase)
-        acc = warpgroup_mma(w, v, acc, is_async=True)  # [M, Dv]
+        acc = add_values(w, v, acc, T)
         pass_turn(WG, T)
         if CAREFUL:
             mask = mask_tile(i, rows, task, args, F, T)
-        s = warpgroup_mma_wait(1, [s])  # the scores are there; P V goes on under the softmax
+        s = warpgroup_mma_wait(T.V_PIECES, [s])  # the scores are there; P V goes on under the softmax
         if T.APART:
             mbarrier.arrive(bars.k_empty.index(k_at), count=1)
         if CAREFUL:
@@ -92,13 +99,13 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         else:
             l_i, p = fast(s, m_i, l_i, args, F, T)
             l_i = settled_first(l_i)
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = values_added(acc, T)
         if T.APART:
             mbarrier.arrive(bars.v_empty.index(at), count=1)
         else:
             mbarrier.arrive(bars.k_empty.index(k_at), count=1)
         if CAREFUL:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+            acc = weighed(acc, alpha, T)
         it += 1
         at, phase = k_at, k_phase
     return (acc, m_i, l_i), p, it

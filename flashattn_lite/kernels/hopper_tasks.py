@@ -35,7 +35,8 @@ class HopperTile:
     Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers
     HEAD_DIM_V: int
     PIECES: int  # in which Q and K lie, one behind the other
-    BLOCK_D: int  # columns of a piece, a power of two from 64 up; TMA fills what is more than the head dim with zeros
+    BLOCK_D: int  # columns of a piece, a power of two; TMA fills what is more than the head dim with zeros
+    V_PIECES: int  # in which V lies, and O is added up
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
     PACK: int  # of them in one row tile, as a power of two; 1: one
@@ -64,6 +65,7 @@ class HopperTile:
 
     @property
     def O_LAYOUT(self) -> Any:
+        """Of a piece of O."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_DV, 16])
 
     @property
@@ -81,6 +83,11 @@ class HopperTile:
             block_bases=[],
             shape=[64, 4],
         )
+
+    @property
+    def LEAVES(self) -> int:
+        """How many times O_WIDTH columns of O leave."""
+        return self.V_PIECES * self.BLOCK_DV // self.O_WIDTH
 
     @property
     def BLOCK_M(self) -> int:

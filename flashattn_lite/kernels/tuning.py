@@ -119,11 +119,11 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
     return config
 
 
-# sm_90a: (largest padded head dim, keys from which it serves full and causal, tile), the first that fits. Measured on
-# an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048): TFLOP/s causal, full at 512,
-# 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm and 50 ms timed, because a card at its power
-# limit chooses otherwise than in a short run. * other runs: of four rounds (none at 512), or a single short one (**).
-# With heads in sections that share 32 MiB of K and V.
+# sm_90a: (largest head dims, of Q and K and of V, as `pieces` fills them; keys from which it serves full and causal;
+# tile), the first that fits. Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens,
+# hidden 2048): TFLOP/s causal, full at 512, 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm
+# and 50 ms timed, because a card at its power limit chooses otherwise than in a short run. * other runs: of four rounds
+# (none at 512), or a single short one (**). With heads in sections that share 32 MiB of K and V.
 #   64:  three, 64 keys, Q held        230 304 409 464 537, 346 408 470 498 549
 #        the same, held and not *          297 398 456 535,     403 462 493 549; 297 402 450 521, 389 458 475 528
 #        two by turns, 128 keys        225 314 387 446 508, 363 426 462 497 533   (Q held: 3% slower **)
@@ -146,7 +146,15 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
 #   128 keys, two stages   24.5; 143.2, 241.6; 1079     (without turns 23.7; 144.7, 246.0; 1098)
 #   64 keys, three         20.9; 143.7, 246.8; 1067     (four 22.3; 145.5, 245.6; 1073)
 #   two, in 256 columns    21.9; 148.5, 251.4; 1110     FlashAttention-3 23.3; 149.2, 268.7; 1137
-# (192, 192) as 256, 4k full: 324.7, by turns 323.8, FlashAttention-3 309.1.
+# 192 and 160 with V in three pieces too, 4k full: 64 keys, three stages 296.3, 295.6; without turns 333.0, 318.8; two
+# stages without 316.6, 307.1; V as 256 326.4, 320.4; FlashAttention-3 310.0, 298.8. Causal 1k, 192: 61.4, 62.5, 63.0,
+# 65.2; 66.8.
+# 96, 80 and 72 in three pieces of 32, us in turn: 96 causal 4k, 1k, 512; 80 full 4k, 257; 72 full 729:
+#   two by turns, 128 keys, two stages 203.8, -, -; 176.9, -; -      (three 202.0, 41.7, 21.9; 179.4, 74.0; 145.1)
+#   two by turns, 64 keys, held        211.2, 39.0, 18.2; 189.5, 62.8; 144.7
+#   three, 64 keys                     208.3, 44.5, 20.9; 194.7, 60.7; 130.8
+#   as 128                             217.6, 40.2, 17.8; 188.0, 63.5; 132.4      FlashAttention-3 217.9, 47.9, 22.8;
+#                                                                                 196.0, 60.0; 137.5
 # The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
 # and 32 MiB of K and V (512 and 1k in another run than the rest):
 #   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
@@ -164,14 +172,15 @@ LAST_TILES = 2  # row tiles a multiprocessor, at most, of the causal heads that 
 # 0.997 (causal 16k 0.97), kv 0.987.
 NEVER = 1 << 31  # keys
 HOPPER_TILES = (
-    (64, (2048, 2048), HopperConfig(3, 64, 4, carried="kv", q_held=True)),
-    (64, (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
-    (64, (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
-    (128, (2048, 4096), HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)),
-    (128, (0, 0), HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)),
-    (192, (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
-    (192, (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
-    (256, (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
+    ((64, 64), (2048, 2048), HopperConfig(3, 64, 4, carried="kv", q_held=True)),
+    ((64, 64), (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
+    ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
+    ((128, 128), (2048, 4096), HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)),
+    ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
+    ((128, 128), (0, 0), HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)),
+    ((192, 128), (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
+    ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
+    ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
 # Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least. 8k keys,
 # causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
@@ -190,9 +199,12 @@ PARTS = 8  # of a sequence's keys, at most
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 
-def qk_pieces(head_dim: int) -> tuple[int, int]:
-    """(pieces, columns of one) in which the Hopper kernel takes Q and K: those of a power of two, or three of 64."""
-    return (3, 64) if 128 < head_dim <= 192 else (1, max(64, padded(head_dim)))
+def pieces(head_dim: int) -> tuple[int, int]:
+    """(pieces, columns of one) in which the Hopper kernel takes Q, K or V: of a power of two, or three of 32 or 64."""
+    for columns in (32, 64):
+        if 2 * columns < head_dim <= 3 * columns:
+            return 3, columns
+    return 1, max(64, padded(head_dim))
 
 
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:
@@ -201,14 +213,18 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     A function of head dims, the number of query heads a K/V head, and of lengths in three places: the number of keys in
     HOPPER_TILES (never for packed sequences, whose neighbours would then decide), HOPPER_SPLITS, and PACKED_ROWS.
     """
-    dim = max(math.prod(qk_pieces(problem.head_dim)), padded(problem.head_dim_v))
+    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces(problem.head_dim_v))
     keys, causal = 0 if problem.features.varlen else problem.len_k, problem.features.right
     split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and keys >= 2 * split), 0)
     if problem.features.mask:
         split = 0
     if split:
         keys, causal = 0, True  # parts take the tile of short causal sequences
-    config = next(tile for largest, least, tile in HOPPER_TILES if dim <= largest and keys >= least[causal])
+    config = next(
+        tile
+        for largest, least, tile in HOPPER_TILES
+        if dim <= largest[0] and dim_v <= largest[1] and keys >= least[causal]
+    )
     config = replace(config, split=split)
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         config = replace(config, pack=power_of_two(problem.group))

@@ -320,7 +320,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async:
 def warpgroup_mma_wait(outstanding: int, products: list[Any]) -> Value:
     while len(unit().queue) > outstanding:
         unit().happen()
-    (product,) = products
-    assert product.result is not None, "a product that this does not wait for"
+    assert all(product.result is not None for product in products), "a product that this does not wait for"
     pause()
-    return Value(product.result)
+    results = tuple(Value(product.result) for product in products)
+    return results if len(results) > 1 else results[0]

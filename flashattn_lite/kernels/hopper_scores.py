@@ -67,8 +67,7 @@ def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
             ptrs = ptr[:, None] + columns
             exists = rows.exists[:, None] & exists
         else:
-            head = task.head * T.GROUP if T.PACK > 1 else task.head
-            ptrs = ptr + head.to(gl.int64) * step_h + columns
+            ptrs = ptr + task.head.to(gl.int64) * step_h + columns  # of packed heads step_h is 0
         return gl.load(gl.max_contiguous(gl.multiple_of(ptrs, [1, BYTES]), [1, ALIGN]), mask=exists, other=0)
 
 

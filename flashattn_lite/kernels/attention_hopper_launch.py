@@ -18,8 +18,8 @@ from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
-    in_pairs,
     lse_strides,
+    mask_align,
     score_args,
     sizes,
     strides,
@@ -83,7 +83,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         LANES=PARTS,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=varies(problem, mask, 2) or (config.pack > 1 and varies(problem, mask, 1)),
-        MASK_ALIGN=2 if in_pairs(problem, mask) else 1,
+        MASK_ALIGN=mask_align(problem, mask),
         LIMIT=LIMITS[problem.dtype],
     )
 

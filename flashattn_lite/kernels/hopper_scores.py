@@ -49,23 +49,26 @@ def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
 def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """The i-th tile of the mask tensor [M, N], [1, N] without MASK_ROWS; 0 if there is none. Not waited for.
 
-    Neighbouring keys come by one load where MASK_ALIGN allows it: a pair is read if its first key exists.
+    Neighbouring keys come by one load where MASK_ALIGN allows it: all are read if the first exists.
     """
     if F.mask == "":
         return 0
     else:
         ALIGN: gl.constexpr = T.MASK_ALIGN
+        LAYOUT: gl.constexpr = T.MASK_LAYOUT
+        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
         BYTES: gl.constexpr = ALIGN * (args.mask_ptr.dtype.element_ty.primitive_bitwidth // 8)
         start_n = key_start(i, task, F, T)
-        offs_n = gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, T.S_LAYOUT))
+        offs_n = gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         exists = (offs_n // ALIGN * ALIGN < task.len_k - start_n)[None, :]
         step_b, step_h, step_m, step_n = args.mask_strides
         ptr = args.mask_ptr + task.b.to(gl.int64) * step_b + start_n.to(gl.int64) * step_n
         columns = (offs_n.to(gl.int64) * step_n)[None, :]
         if T.MASK_ROWS:
-            ptr += rows.head.to(gl.int64) * step_h + rows.pos.to(gl.int64) * step_m
+            head, pos = gl.convert_layout(rows.head, ROW), gl.convert_layout(rows.pos, ROW)
+            ptr += head.to(gl.int64) * step_h + pos.to(gl.int64) * step_m
             ptrs = ptr[:, None] + columns
-            exists = rows.exists[:, None] & exists
+            exists = (gl.convert_layout(rows.exists.to(gl.int32), ROW) != 0)[:, None] & exists
         else:
             ptrs = ptr + task.head.to(gl.int64) * step_h + columns  # of packed heads step_h is 0
         return gl.load(gl.max_contiguous(gl.multiple_of(ptrs, [1, BYTES]), [1, ALIGN]), mask=exists, other=0)
@@ -74,6 +77,8 @@ def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def hide(s, mask, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """Scores of the i-th tile with -inf where a row may not look, and with a float mask added; `mask` of mask_tile."""
+    if F.mask != "":
+        mask = gl.convert_layout(mask, T.S_LAYOUT)
     if F.mask == "float":
         s = add_mask(s, mask)
     if F.mask == "bool":

@@ -48,7 +48,7 @@ class HopperTile:
     TURNS: bool  # two consumers issue their products by turns
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
     MASK_ROWS: bool  # rows of a tile may see different rows of a mask tensor
-    MASK_ALIGN: int  # elements that divide its strides and lengths: 2 or 1
+    MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
     LIMIT: float  # of l_i, so that no p has left its dtype's range
     SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
     LANES: int  # parts of a sequence's keys, at most
@@ -72,6 +72,23 @@ class HopperTile:
     def PIECE_LAYOUT(self) -> Any:
         """Of the columns of O that leave at a time."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.O_WIDTH, 16])
+
+    @property
+    def MASK_LAYOUT(self) -> Any:
+        """[64, N] of a mask as it is loaded: that of S or, where it can be, four keys of a row a thread, not two.
+
+        That is half as many lines of the cache to ask for. Of more keys, lanes and registers would differ from those of
+        S in two bits, and Triton would bring one to the other through shared memory, not by shuffles.
+        """
+        if not self.MASK_ROWS or self.MASK_ALIGN < 4:
+            return self.S_LAYOUT
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [8, 0], *([0, key] for key in (16, 32, 64) if key < self.BLOCK_N)],
+            lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, self.BLOCK_N],
+        )
 
     @property
     def L_LAYOUT(self) -> Any:

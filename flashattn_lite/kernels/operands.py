@@ -30,7 +30,7 @@ def score_args(problem: AttentionProblem, inputs: Inputs) -> ScoreArgs:
         scale_log2=problem.scale * LOG2E,
         softcap=problem.softcap,
         mask_ptr=mask,
-        mask_strides=None if mask is None else mask.stride(),
+        mask_strides=None if mask is None else mask_strides(mask),
         # A few numbers each: the one kind of input that is copied when it is not contiguous.
         sinks_ptr=contiguous(inputs.sinks),
         kv_lens_ptr=contiguous(inputs.kv_lens),
@@ -71,22 +71,30 @@ def expanded_mask(problem: AttentionProblem, mask: Tensor) -> Tensor:
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
+def mask_strides(mask: Tensor) -> tuple[int, ...]:
+    """Of an expanded mask; 0 along dimensions of one entry, where a row that does not exist steps as well."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True))
+
+
 def varies(problem: AttentionProblem, mask: Tensor | None, dim: int) -> bool:
     """Whether there is a mask that has more than one entry along a dimension of [B, Hq, L, S]."""
-    if mask is None:
-        return False
-    mask = expanded_mask(problem, mask)
-    return mask.shape[dim] > 1 and mask.stride(dim) != 0
+    return mask is not None and mask_strides(expanded_mask(problem, mask))[dim] != 0
 
 
-def in_pairs(problem: AttentionProblem, mask: Tensor | None) -> bool:
-    """There is a mask with an even number of keys, side by side, each row at an address that two elements divide."""
+def mask_align(problem: AttentionProblem, mask: Tensor | None) -> int:
+    """Keys of a mask that one load may take: four, two or one.
+
+    So many lie side by side, and divide the number of keys and the address of every row.
+    """
     if mask is None:
-        return False
-    mask = expanded_mask(problem, mask)
-    steps = (stride for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True) if size > 1)
-    even = all(step % 2 == 0 for step in (*steps, mask.shape[-1]))
-    return even and mask.stride(-1) == 1 and mask.data_ptr() % (2 * mask.element_size()) == 0
+        return 1
+    mask, itemsize = expanded_mask(problem, mask), mask.element_size()
+    steps = (*mask_strides(mask)[:-1], mask.shape[-1])
+    if mask.stride(-1) == 1:
+        for keys in (4, 2):
+            if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in steps):
+                return keys
+    return 1
 
 
 def takes_tma(x: Tensor) -> bool:

@@ -115,6 +115,20 @@ def to_cudnn(cell: Speeds) -> float:
     return cell[OURS] / cell["sdpa-cudnn"]
 
 
+def attention_two_peers(rows: Sequence[Row]) -> list[str]:
+    """What the means are beside cuDNN and FlashAttention-3 alone, and where we are furthest behind or least ahead."""
+    lines = header("beside cuDNN and FA3", "of cuDNN", "of the better", "ahead in", "least")
+    for dtype in ("bf16", "fp16"):
+        cells = attention_cells(rows, dtype)
+        cudnn, rival, ahead = summary(cells)
+        least = sorted(cells, key=lambda key: to_best(cells[key]))[:4]
+        texts = (
+            f"d{dim} {kind(causal)} {length} {to_best(cells[dim, causal, length]):.3f}" for dim, causal, length in least
+        )
+        lines.append(line(dtype, f"{cudnn:.3f}", f"{rival:.3f}", f"{ahead} of {len(cells)}", ", ".join(texts)))
+    return lines
+
+
 def each(now: Cells, then: Cells, yardstick: str, providers: Iterable[str]) -> list[str]:
     """Ours to each of those who ran then, maybe in an earlier run: each over the yardstick of its own run."""
     by = SHORT[yardstick]
@@ -212,14 +226,34 @@ def decode_each(read: Read) -> list[str]:
     return each_and_earlier(now, then, "read", "read", f"{OURS}-paged")
 
 
+def shapes(rows: Sequence[Row]) -> list[str]:
+    """Microseconds a call. SDPA: the faster of torch's own choice and cuDNN; bold: somebody is faster than we are."""
+    size_of = ("batch", "heads_q", "heads_kv", "len_q", "len_kv", "head_dim", "head_dim_v", "dtype", "causal")
+    cells = speeds(rows, "us", "shape", *size_of)
+    lines = header("shape", "batch x heads x length", "ours", "SDPA", "FA3", "to the best")
+    for (name, batch, heads, heads_kv, len_q, len_kv, dim, dim_v, dtype, causal), cell in cells.items():
+        size = f"{batch} x {heads if heads == heads_kv else f'{heads} / {heads_kv}'} x {len_q}"
+        size += "" if len_q == len_kv else f" of {len_kv}"
+        size += f", d{dim}" if dim == dim_v else f", ({dim}, {dim_v})"
+        size += ("" if dtype == "bf16" else f", {dtype}") + (", causal" if causal == "True" else "")
+        others = [[cell[name] for name in names if name in cell] for names in (("sdpa", "sdpa-cudnn"), ("fa3",))]
+        texts = [f"{min(times):.1f}" if times else "-" for times in ([cell[OURS]], *others)]
+        ratio = min(rivals(cell).values(), default=math.nan) / cell[OURS]
+        text = "-" if math.isnan(ratio) else f"{ratio:.2f}"
+        lines.append(line(name, size, *texts, f"**{text}**" if ratio < 1 else text))
+    return lines
+
+
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
     "attention_each": attention_each,
+    "attention_two_peers": lambda read: attention_two_peers(read("attention_two_peers")),
     "packed": lambda read: packed(read("packed")),
     "packed_each": packed_each,
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
     "decode_each": decode_each,
+    "shapes": lambda read: shapes(read("shapes")),
 }
 
 

@@ -91,13 +91,15 @@ def test_no_loop_that_is_never_entered(dtype, options, loops):
 @pytest.mark.parametrize(
     ("mask", "rows", "wanted", "others"),
     [
-        ("bool", 64, "ld.global.b16", ["ld.global.b8"]),
+        ("bool", 64, "ld.global.b32", ["ld.global.b8", "ld.global.b16"]),
+        ("bool", 66, "ld.global.b16", ["ld.global.b8"]),
         ("bool", 65, "ld.global.b8", ["ld.global.b16"]),
-        ("float", 64, "ld.global.v2.b32", ["ld.global.b16"]),
+        ("float", 64, "ld.global.v4.b32", ["ld.global.v2.b32"]),
+        ("float", 66, "ld.global.v2.b32", ["ld.global.b16"]),
         ("float", 65, "ld.global.b32", ["ld.global.v2.b32"]),
     ],
 )
-def test_a_mask_comes_two_keys_at_a_time_where_its_rows_allow_it(mask, rows, wanted, others):
+def test_a_mask_comes_four_or_two_keys_at_a_time_where_its_rows_allow_it(mask, rows, wanted, others):
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", 64, 64, torch.bfloat16, mask=mask, rows=rows)
     ptx = compiled("sm_90", plan).asm["ptx"]
     assert f"{wanted} " in ptx

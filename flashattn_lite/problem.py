@@ -80,6 +80,17 @@ class AttentionProblem:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
+    @property
+    def keys_seen(self) -> int:
+        """Keys that the queries of a sequence see between them, at most; its length may leave fewer."""
+        features, first, last = self.features, 0, self.len_k
+        if features.left and not features.end_aligned:
+            first = max(first, self.diag_lo)
+        if features.right and not features.end_aligned:
+            last = min(last, self.len_q + self.diag_hi)
+        seen = max(last - first, 0)
+        return min(seen, self.len_q + self.diag_hi - self.diag_lo) if features.left and features.right else seen
+
 
 def clamp_diagonal(diagonal: int) -> int:
     return max(-FAR, min(FAR, diagonal))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
 
 import flashattn_lite as fa
 from flashattn_lite import decode
+from flashattn_lite.kernels.tuning import hopper_tile
+from flashattn_lite.problem import Inputs, describe
+from flashattn_lite.scores import visible
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32
@@ -104,3 +108,38 @@ def test_what_only_looks_equal_is_not_a_known_call():
         (True, (70, 1), 1, None, "auto"),
     ]
     assert len({decode._key(tensors, options) for options in given}) == 3
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_keys_seen_are_those_that_some_query_sees(seed):
+    """As the reference would show them; exactly, where no left window alone counts from the end."""
+    rng = random.Random(seed)
+    len_q, len_k = rng.randint(1, 9), rng.randint(1, 30)
+    left, right = (rng.choice([None, 0, 3, 8]) for _ in range(2))
+    q, k = (torch.zeros(1, 1, n, 16) for n in (len_q, len_k))
+    problem = describe(Inputs(q, k, k), causal=False, q_start=rng.choice([None, 0, 5, 25]), window_left=left,
+                       window_right=right, scale=1.0, softcap=None)  # fmt: skip
+    end = len_k - len_q if problem.features.end_aligned else 0
+    lo = problem.diag_lo + end if problem.features.left else None
+    hi = problem.diag_hi + end if problem.features.right else None
+    seen = int(visible(torch.arange(len_q), torch.arange(len_k), lo, hi).any(0).sum())
+    assert problem.keys_seen >= seen
+    if not problem.features.end_aligned:
+        assert problem.keys_seen == seen
+
+
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [
+        ({"causal": True, "q_start": None}, 1024),
+        ({"causal": True, "q_start": 0}, 0),
+        ({"causal": True, "q_start": 3000}, 1024),
+        ({"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
+        ({"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_splits_keys_that_are_seen(options, split):
+    q, k = torch.zeros(1, 8, 100, 64, dtype=torch.bfloat16), torch.zeros(1, 8, 8192, 64, dtype=torch.bfloat16)
+    options = {"window_left": None, "window_right": None, "scale": 1.0, "softcap": None} | options
+    assert hopper_tile(describe(Inputs(q, k, k), **options)).split == split

@@ -167,11 +167,8 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
 
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
     """Splits of a sequence that fills its cache; none has more."""
-    seen, features = problem.len_k, problem.features
-    if features.left and features.right:
-        seen = min(seen, problem.len_q + problem.diag_hi - problem.diag_lo)
     # Keys count in tiles, and with a window the first may begin before the first key that is seen.
-    tiles = triton.cdiv(seen, tile.BLOCK_N) + features.left
+    tiles = triton.cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left
     return min(tile.LANES, triton.cdiv(tiles, tile.SPLIT // tile.BLOCK_N))
 
 

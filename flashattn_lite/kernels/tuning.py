@@ -215,9 +215,8 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     """
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces(problem.head_dim_v))
     keys, causal = 0 if problem.features.varlen else problem.len_k, problem.features.right
-    split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and keys >= 2 * split), 0)
-    if problem.features.mask:
-        split = 0
+    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
+    split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and seen >= 2 * split), 0)
     if split:
         keys, causal = 0, True  # parts take the tile of short causal sequences
     config = next(

@@ -195,7 +195,9 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
 @pytest.mark.parametrize("group", [1, 3, 8, 100])
 @pytest.mark.parametrize("rows", [1, 40, 5000])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal):
+@pytest.mark.parametrize("v_in_pieces", [True, False])
+def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, v_in_pieces, monkeypatch):
+    monkeypatch.setattr(tuning, "V_IN_PIECES", v_in_pieces)
     _, problem = attention_problem(
         *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
     )

@@ -28,7 +28,15 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import LAST_TILES, PARTS, DecodeConfig, HopperConfig, hopper_tile, pieces
+from flashattn_lite.kernels.tuning import (
+    LAST_TILES,
+    PARTS,
+    DecodeConfig,
+    HopperConfig,
+    hopper_tile,
+    pieces,
+    pieces_of_v,
+)
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -58,7 +66,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
-    of_qk, of_v = pieces(problem.head_dim), pieces(problem.head_dim_v)
+    of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
     o_width = min(config.o_width, of_v[1])
     leaves = math.prod(of_v) // o_width
     return HopperTile(

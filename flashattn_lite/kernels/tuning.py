@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
@@ -200,11 +201,24 @@ PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head w
 
 
 def pieces(head_dim: int) -> tuple[int, int]:
-    """(pieces, columns of one) in which the Hopper kernel takes Q, K or V: of a power of two, or three of 32 or 64."""
+    """(pieces, columns of one) in which the Hopper kernel takes Q or K: of a power of two, or three of 32 or 64."""
     for columns in (32, 64):
         if 2 * columns < head_dim <= 3 * columns:
             return 3, columns
     return 1, max(64, padded(head_dim))
+
+
+# From Triton 3.8 on each product has registers of P of its own. Older ptxas sees that they are the same, that of CUDA
+# 13.4, which Triton 3.9 is the first to take for sm_90, does not: bytes of stack a thread, causal, in three pieces and
+# in one, 96 columns 656 and 160, 192 216 and 160; Triton 3.8, in three, 40 and 24.
+V_IN_PIECES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
+def pieces_of_v(head_dim_v: int) -> tuple[int, int]:
+    """(pieces, columns of one) in which the Hopper kernel takes V and adds up O."""
+    if V_IN_PIECES:
+        return pieces(head_dim_v)
+    return 1, max(64, padded(head_dim_v))
 
 
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:
@@ -213,7 +227,7 @@ def hopper_tile(problem: AttentionProblem) -> HopperConfig:
     A function of head dims, the number of query heads a K/V head, and of lengths in three places: the number of keys in
     HOPPER_TILES (never for packed sequences, whose neighbours would then decide), HOPPER_SPLITS, and PACKED_ROWS.
     """
-    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces(problem.head_dim_v))
+    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     keys, causal = 0 if problem.features.varlen else problem.len_k, problem.features.right
     seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
     split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and seen >= 2 * split), 0)

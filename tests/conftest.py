@@ -13,6 +13,7 @@ import pytest
 import torch
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+WITHOUT_KERNELS = {"test_layers", "test_reference", "test_testing_kit", "test_tiled"}  # files
 LARGEST_FILL = 2**30  # bytes; a test of far addresses reserves more than it means to touch
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -55,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = None
         if item.get_closest_marker("gpu") or item.get_closest_marker("hopper"):
             reason = _why_no_gpu()
+        if INTERPRETING and item.path.stem in WITHOUT_KERNELS:
+            reason = "runs no kernel: the same without TRITON_INTERPRET=1"
         if reason is None and item.get_closest_marker("hopper") and torch.cuda.get_device_capability() != (9, 0):
             reason = f"needs an sm_90a GPU; this one is sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
         if reason is not None:

@@ -17,7 +17,7 @@ LENGTHS = {  # one long among many short and empty ones
     "cuda": [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192],
 }
 OPTIONS = {"max_seqlen_q": 700, "max_seqlen_k": 700, "backend": "hopper", "return_lse": True}
-REPEATS = {"cpu": 1, "cuda": 50}
+REPEATS = {"cpu": (1, 5), "cuda": (50, 20)}  # times so many launches behind one another
 
 
 def packed(heads, heads_kv, dim, device):
@@ -30,7 +30,7 @@ def packed(heads, heads_kv, dim, device):
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (100, 20)}], ids=["causal", "full", "window"])
-@pytest.mark.parametrize(("heads", "heads_kv", "dim"), [(4, 4, 64), (6, 2, 128), (2, 1, 256), (12, 1, 96)])
+@pytest.mark.parametrize(("heads", "heads_kv", "dim"), [(4, 4, 64), (6, 2, 128), (2, 1, 256), (5, 1, 96)])
 def test_sequences_of_every_length(heads, heads_kv, dim, options, hopper_device):
     q, k, v, cu = packed(heads, heads_kv, dim, hopper_device)
     v[cu[4] - 30, 0, 5] = math.inf  # rows of the long one that see it are done again
@@ -49,6 +49,7 @@ def test_short_tiles_repeat_to_the_bit(hopper_device):
     """Tiles of one or two key tiles, Q in registers: the next Q lands while this one has only just been read."""
     q, k, v, cu = packed(6, 2, 128, hopper_device)
     first = fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS)
-    for _ in range(REPEATS[hopper_device.type]):
-        for again in [fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS) for _ in range(20)]:
+    times, launches = REPEATS[hopper_device.type]
+    for _ in range(times):
+        for again in [fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS) for _ in range(launches)]:
             assert_same_bits(again, first, "a repeat", None)

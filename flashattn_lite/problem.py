@@ -82,14 +82,11 @@ class AttentionProblem:
 
     @property
     def keys_seen(self) -> int:
-        """Keys that the queries of a sequence see between them, at most; its length may leave fewer."""
-        features, first, last = self.features, 0, self.len_k
-        if features.left and not features.end_aligned:
-            first = max(first, self.diag_lo)
-        if features.right and not features.end_aligned:
-            last = min(last, self.len_q + self.diag_hi)
-        seen = max(last - first, 0)
-        return min(seen, self.len_q + self.diag_hi - self.diag_lo) if features.left and features.right else seen
+        """Keys that the queries of a sequence of full length see between them; of a shorter one not more."""
+        end = self.len_k - self.len_q if self.features.end_aligned else 0
+        first = max(0, self.diag_lo + end) if self.features.left else 0
+        last = min(self.len_k, self.len_q + self.diag_hi + end) if self.features.right else self.len_k
+        return max(last - first, 0)
 
 
 def clamp_diagonal(diagonal: int) -> int:

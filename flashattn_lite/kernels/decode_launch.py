@@ -154,8 +154,8 @@ def plan(
     call = Call(problem, inputs, table, out, lse, target, config)
     partial, merge = call.arguments(inputs, table, out, lse)
     return (
-        (partial_kernel, call.partial.grid, partial, call.partial.options),
-        (call.merge.kernel, call.merge.start.grid, merge, call.merge.start.options),
+        (call.partial.kernel, call.partial.grid, partial, call.partial.options),
+        (call.merge.start.kernel, call.merge.start.grid, merge, call.merge.start.options),
     )
 
 

@@ -91,7 +91,7 @@ def out_pointers(dst, offs_r, column, COLUMNS: gl.constexpr, task, LAYOUT: gl.co
 
 @gluon.jit
 def leave_state(acc, l_row, exists, lse_ptrs, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
-    """Writes a consumer's rows of acc [64, Dv] and of l, where a task is a part of the keys."""
+    """Writes a consumer's rows of acc [64, Dv] and of l, dst[2][0] behind m, where a task is a part of the keys."""
     gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
     wanted = of_pieces(exists, T)
     LEAVES: gl.constexpr = T.LEAVES

@@ -21,8 +21,6 @@ States = tuple[Tensor, Tensor, Tensor]  # m, l [B, Hkv, parts, G * L] and acc [B
 class Merge:
     """The second launch of a problem whose keys are taken in parts, `own` splits each."""
 
-    kernel = merge_kernel
-
     def __init__(
         self,
         problem: AttentionProblem,

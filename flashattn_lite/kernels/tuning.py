@@ -200,10 +200,10 @@ PARTS = 8  # of a sequence's keys, at most
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 
-def pieces(head_dim: int) -> tuple[int, int]:
+def pieces(head_dim: int, in_three: bool = True) -> tuple[int, int]:
     """(pieces, columns of one) in which the Hopper kernel takes Q or K: of a power of two, or three of 32 or 64."""
     for columns in (32, 64):
-        if 2 * columns < head_dim <= 3 * columns:
+        if in_three and 2 * columns < head_dim <= 3 * columns:
             return 3, columns
     return 1, max(64, padded(head_dim))
 
@@ -216,9 +216,7 @@ V_IN_PIECES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 def pieces_of_v(head_dim_v: int) -> tuple[int, int]:
     """(pieces, columns of one) in which the Hopper kernel takes V and adds up O."""
-    if V_IN_PIECES:
-        return pieces(head_dim_v)
-    return 1, max(64, padded(head_dim_v))
+    return pieces(head_dim_v, in_three=V_IN_PIECES)
 
 
 def hopper_tile(problem: AttentionProblem) -> HopperConfig:

@@ -65,6 +65,18 @@ def test_attention_does_not_spill_on_hopper(head_dim, causal, rows):
     assert usage(compiled("sm_90", plan)).stack <= STACK_LIMIT
 
 
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "limit"),
+    [("sm_80", 64, 200), ("sm_80", 128, 1400), ("sm_90", 64, 160), ("sm_90", 128, 440), ("sm_90", 256, 1300)],
+)
+def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
+    """In parts of bfloat16, with less on the stack than FMA instructions leave there (3.3 KiB at head dim 128)."""
+    kernel = compiled(gpu, attention_plan(attention_launch.plan, gpu, head_dim, head_dim, torch.float32, causal=True))
+    assert "f32.bf16.bf16" in kernel.asm["ptx"]
+    assert usage(kernel).stack <= limit
+    assert kernel.metadata.shared <= {"sm_80": 99, "sm_90": 227}[gpu] << 10  # sm_86 and sm_89 have 99 KiB
+
+
 def test_lengths_do_not_recompile():
     """The compiled kernel of one length serves any other: lengths, offsets and scale are run-time arguments."""
     hashes = set()

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
+from flashattn_lite.kernels.device.products import parts, product, product_of_any, transposed
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
@@ -49,7 +50,7 @@ class Tile:
     BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
-    PRECISION: str  # of tl.dot on float32 operands
+    PRODUCTS: str  # of float32: "ieee", "tf32", or "parts" in bfloat16 (device/products.py)
     TMA: bool  # K and V arrive as tensor descriptors
     MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
@@ -102,6 +103,29 @@ def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, a
 
 
 @triton.jit
+def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
+    """q k^T [M, N] of k [N, D]; q in parts where products are of parts.
+
+    Infinities in q and k then need ANY, which changes no other bits; without, a row that meets one becomes NaN.
+    """
+    if T.PRODUCTS != "parts":
+        return tl.dot(q, tl.trans(k), input_precision=T.PRODUCTS)
+    elif ANY:
+        return product_of_any(q, transposed(parts(k)))
+    else:
+        return product(q, transposed(parts(k)))
+
+
+@triton.jit
+def add_values(p, v, acc, T: tl.constexpr):
+    """acc + p v [M, Dv]. The sum of parts is added in float32, since matrix units cut off what they add up."""
+    if T.PRODUCTS != "parts":
+        return tl.dot(p.to(v.dtype), v, acc, input_precision=T.PRODUCTS)
+    else:
+        return acc + product(parts(p), parts(v))
+
+
+@triton.jit
 def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m, len_q, len_k, diag_lo, diag_hi, args,
            FIXED: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Takes the tiles first <= i < last of a visit into the state of these rows.
@@ -112,7 +136,7 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
     for i in tl.range(first, last):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not FIXED)
-        s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
+        s = query_key(q, k, False, T)  # [M, N]
         scale = args.scale_log2
         if F.scale_first:
             s = to_log2(s, args.scale_log2, args.softcap, F)
@@ -125,7 +149,7 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
             m_i, l_i, alpha, p = update(m_i, l_i, s, scale)
             acc *= alpha[:, None]
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not FIXED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=T.PRECISION)
+        acc = add_values(p, v, acc, T)
     return acc, m_i, l_i
 
 
@@ -143,7 +167,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
     for i in tl.range(0, visit[0]):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, True)
-        s = tl.dot(q, tl.trans(k), input_precision=T.PRECISION)  # [M, N]
+        s = query_key(q, k, True, T)  # [M, N]
         scale = args.scale_log2
         if F.scale_first:
             s = to_log2(s, args.scale_log2, args.softcap, F)
@@ -157,7 +181,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)  # add_infinities does the rest
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
+        acc = add_values(p, v, acc * alpha[:, None], T)
     return acc, m_i, l_i
 
 
@@ -210,11 +234,11 @@ def add_infinities(v_src, mask_ptr, visit, dst, offs_m, write, len_q, len_k, dia
         for i in tl.range(0, visit[0], num_stages=1):
             start_n = visit[3] + i * T.BLOCK_N  # in any order
             v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
-            hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
+            hit = ((v != v) | (v.to(tl.float32) == infinity)).to(tl.float16)  # [N, Dv]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s = tl.full([T.BLOCK_M, T.BLOCK_N], 0.0, tl.float32)
             s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
-            hits = tl.dot((s != float("-inf")).to(v.dtype), hit, hits, input_precision=T.PRECISION)
+            hits = tl.dot((s != float("-inf")).to(tl.float16), hit, hits)
         out = tl.load(ptrs, mask=write[:, None] & exists, other=0.0)
         tl.store(ptrs, out + tl.where(hits > 0, infinity, 0.0).to(out.dtype), mask=write[:, None] & exists)
 
@@ -257,6 +281,8 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     offs_m = row_lo + tl.arange(0, T.BLOCK_M)
     row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
     q = load_tile(q_src, row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)  # [M, D]
+    if T.PRODUCTS == "parts":
+        q = parts(q)
     visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
 
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)

@@ -26,15 +26,13 @@ from flashattn_lite.kernels.operands import (
     vectorised,
 )
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, unaligned_tile
+from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: TileConfig, tma: bool) -> Tile:
-    # float32 means float32 unless the user let torch's own matrix products use TF32.
-    precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return Tile(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -43,7 +41,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: T
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
         GROUP=problem.group,
-        PRECISION="ieee" if precise else "tf32",
+        PRODUCTS=products(problem, target),
         TMA=tma,
         MASK_ROWS=varies(problem, inputs.mask, 2),
         RELOAD=isinstance(target.arch, int) and 100 <= target.arch < 120,

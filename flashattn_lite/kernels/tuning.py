@@ -67,6 +67,12 @@ HOPPER = (
     (128, TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3)),
     (256, TileConfig(128, 64, 8, 2), TileConfig(128, 64, 8, 2)),
 )
+# float32 in parts on sm_90, us, short runs on an H200: 64 x 32 of four warps, 128 x 32 of eight, 128 x 64 of eight,
+# 64 x 64 of four (parts rounded by Triton, "bf16x6", 128 x 32); torch's SDPA, and 64 x 32 by FMA instructions.
+#   64:  2 x 8 x 1k   85   79   67   69 (91);  148,  407     causal 4k  751  785  623  588 (904);  1322, 3762
+#   128: 2 x 8 x 1k  134  131  112  168 (153); 197, 1004     1 x 8 x 4k 1021 1046 837 1240 (1216); 1544, 7048
+#   256: 1 x 8 x 2k 1003, the others do not fit; 868, 10973. Tiles of 16 keys, or of eight warps, 1531 and 1651.
+FLOAT32, FLOAT32_LARGE = TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 2)
 # Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
 SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
 SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
@@ -80,6 +86,20 @@ def shared_bytes(target: Target) -> int:
     return SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
 
 
+def products(problem: AttentionProblem, target: Target) -> str:
+    """How the portable attention kernel multiplies; 16-bit operands know one way.
+
+    float32 means float32, unless the user lets torch's own matrix products use TF32: in parts where that was measured,
+    and on sm_80 to sm_89 up to head dim 128, as far as their shared memory holds the parts.
+    """
+    if problem.dtype != torch.float32:
+        return "ieee"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    least = 80 if max(problem.head_dim, problem.head_dim_v) <= 128 else 90
+    return "parts" if target.is_cuda(least) and not target.is_cuda(100) else "ieee"
+
+
 def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
     """The tile of the portable attention kernel.
 
@@ -90,7 +110,9 @@ def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
     if problem.dtype == torch.float32:
-        return _fitting(problem, target, TileConfig(64, 32, 4, 2))
+        if products(problem, target) == "parts":
+            return FLOAT32_LARGE if target.arch == 90 and dim <= 128 else FLOAT32
+        return _fitting(problem, target, FLOAT32)
     if target.kind == "cuda" and target.arch == 90:
         features = problem.features
         is_long = not features.varlen and problem.len_k >= LONG[features.right]

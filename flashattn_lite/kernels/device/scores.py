@@ -5,17 +5,21 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.state import LOG2E
 
-HIGHEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # finite float32
+# The largest float32 that times LOG2E, rounded, is finite.
+HIGHEST_BIAS: tl.constexpr = tl.constexpr(2.3586574e38)
 
 
 @triton.jit
 def tanh(x):
-    """tanh(x) to a few float32 eps, relative: a series below 1/4, where (1 - e) / (1 + e) would cancel."""
+    """tanh(x) to a few float32 eps, relative: 1 - 2 / (1 + e^(2 x)), and a polynomial below 1/2, where that cancels.
+
+    One over something as the square of its rsqrt, because a division has a case for each range of the divisor. The
+    polynomial is the best of its degree for x -> tanh(x) / x, to 2^-26 (least squares, weighed anew until level).
+    """
+    root = tl.rsqrt(1 + tl.exp2(x * (2 * LOG2E)))
     x2 = x * x
-    odd = x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835))))
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    large = (1 - e) / (1 + e)
-    return tl.where(tl.abs(x) < 0.25, tl.fma(x, odd, x), tl.where(x < 0, -large, large))
+    odd = x2 * tl.fma(x2, tl.fma(x2, tl.fma(x2, 0.017241486, -0.053045492), 0.133258789), -0.333331439)
+    return tl.where(tl.abs(x) < 0.5, tl.fma(x, odd, x), tl.fma(root * root, -2.0, 1.0))
 
 
 @triton.jit
@@ -45,7 +49,9 @@ def add_mask(s, mask):
 
     A finite mask stays finite: float32's lowest number means "far below everything", not "invisible".
     """
-    bias = mask.to(tl.float32) * LOG2E
-    bias = tl.where(bias < -HIGHEST, -HIGHEST, bias)  # not tl.maximum, which would lose a NaN
-    bias = tl.where((bias > HIGHEST) & (mask < float("inf")), HIGHEST, bias)
-    return tl.where(mask == float("-inf"), float("-inf"), s + bias)
+    bias = mask.to(tl.float32)
+    given = mask if mask.dtype.is_fp64() else bias  # float64 has numbers that float32 takes for infinities
+    finite = bias
+    if not mask.dtype.is_fp16():  # whose numbers are all far from the edge
+        finite = tl.clamp(bias, -HIGHEST_BIAS, HIGHEST_BIAS, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.abs(given) == float("inf"), bias, tl.fma(finite, LOG2E, s))

@@ -25,13 +25,16 @@ class Dtype:
     def is_fp16(self) -> bool:
         return self.torch == torch.float16
 
+    def is_fp64(self) -> bool:
+        return self.torch == torch.float64
+
     def __repr__(self) -> str:
         return self.name
 
 
 DTYPES = {
     name: Dtype(name, getattr(torch, name))
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
 UINT32 = Dtype("uint32", torch.int64)  # PyTorch has next to nothing for its own
 
@@ -325,7 +328,8 @@ FUNCTIONS: dict[str, Any] = dict(
     load=load, store=store, cast=lambda x, dtype: value(x).to(dtype), atomic_add=atomic(torch.add),
     atomic_max=atomic(torch.maximum), max=largest, sum=total, where=where, fma=fma, clamp=clamp, reduce=reduce,
     maximum=either(torch.fmax, max), minimum=either(torch.fmin, min), abs=elementwise(torch.abs),
-    exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), ceil=elementwise(torch.ceil), gather=gather,
+    exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), rsqrt=elementwise(torch.rsqrt),
+    ceil=elementwise(torch.ceil), gather=gather,
     cdiv=lambda a, b: (a + b - 1) // b,
     reshape=lambda x, shape: Value(x.x.reshape(shape)),
     permute=lambda x, order: Value(x.x.permute(order)), split=lambda x: tuple(map(Value, x.x.unbind(-1))),

@@ -90,7 +90,8 @@ def attention_plan(
 ) -> Plan:
     """The launch of a small problem with these features, on CPU tensors that nobody reads.
 
-    `rows` queries and as many keys; `mask` is "", "bool" or "float"; `options` are causal, q_start, scale, softcap.
+    `rows` queries and as many keys; `mask` is "", "bool", "float", "half" (in the dtype of q) or "row" (bool, one row
+    for all queries); `options` are causal, q_start, scale, softcap.
     """
     inputs, problem = attention_problem(
         head_dim, head_dim_v, dtype, rows, heads, varlen, sinks, kv_lens, mask, window, options
@@ -107,10 +108,10 @@ def attention_problem(
     shape = (rows, heads) if varlen else (1, heads, rows)
     q, v = torch.empty(*shape, head_dim, dtype=dtype), torch.empty(*shape, head_dim_v, dtype=dtype)
     cu = torch.tensor([0, rows], dtype=torch.int32) if varlen else None
-    masks = {"bool": torch.bool, "float": torch.float32}
+    masks = {"bool": torch.bool, "float": torch.float32, "half": dtype, "row": torch.bool}
     inputs = Inputs(
         *(q, q, v),
-        torch.zeros(1, 1, rows, rows, dtype=masks[mask]) if mask else None,
+        torch.zeros(1, 1, 1 if mask == "row" else rows, rows, dtype=masks[mask]) if mask else None,
         torch.zeros(heads) if sinks else None,
         torch.tensor([rows], dtype=torch.int32) if kv_lens else None,
         *(cu, cu),

@@ -45,7 +45,7 @@ class Features:
     @property
     def scale_first(self) -> bool:
         """Scores must be in log2 units before the softmax sees them (else the scale rides in its fma)."""
-        return self.softcap or self.mask == "float" or not self.positive_scale
+        return self.softcap or not self.positive_scale
 
     @property
     def hides(self) -> bool:

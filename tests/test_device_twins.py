@@ -20,19 +20,23 @@ from flashattn_lite.kernels.device import state as device_state  # noqa: E402
 from flashattn_lite.problem import Features  # noqa: E402
 
 M, N = 16, 32
-update, update_fixed, merge = device_state.update, device_state.update_fixed, device_state.merge
-finish = device_state.finish
-to_log2, visible, add_mask = device_scores.to_log2, device_scores.visible, device_scores.add_mask
+update, update_to, update_fixed = device_state.update, device_state.update_to, device_state.update_fixed
+merge, finish = device_state.merge, device_state.finish
+to_log2, visible = device_scores.to_log2, device_scores.visible
+add_mask, row_maximum = device_scores.add_mask, device_scores.row_maximum
 
 
 @triton.jit
 def every_helper(s, m_i, l_i, mask, offs_m, offs_n, F: tl.constexpr):
     """One pass through all of them: (m, l, p, inv_l, lse)."""
-    s = add_mask(to_log2(s, 0.25, 3.0, F), mask)
+    s = to_log2(s, 0.25, 3.0, F)
+    scale = 1.0
+    if F.mask == "float":
+        s, scale = add_mask(s, scale, mask, True)
     s = tl.where(visible(offs_m, offs_n, 30, -9, 4, F), s, float("-inf"))
-    m_new, l_new, alpha, p = update(m_i, l_i, s, 1.0)
+    m_new, l_new, alpha, p = update(m_i, l_i, s, scale)
     m_new, l_new, _, _ = merge(m_new, l_new * alpha, m_i, l_i)
-    l_fixed, _ = update_fixed(m_new, l_new, s, 1.0)
+    l_fixed, _ = update_fixed(m_new, l_new, s, scale)
     inv_l, lse = finish(m_new, l_fixed)
     return m_new, l_fixed, p, inv_l, lse
 
@@ -83,7 +87,7 @@ def tiles(seed: int, device: torch.device) -> list[torch.Tensor]:
 def by_the_twins(s, m_i, l_i, mask, features):
     offs_m, offs_n = torch.arange(M, device=s.device), torch.arange(N, device=s.device)
     s = scores.to_log2(s, 0.25 * state.LN2, 3.0 if features.softcap else None)
-    s = scores.add_mask(s, mask)
+    s = scores.add_mask(s, mask) if features.mask else s
     seen = scores.visible(offs_m, offs_n, -9 if features.left else None, 4 if features.right else None) & (offs_n < 30)
     s = torch.where(seen, s, -math.inf)
     m_new, l_new, alpha, p = state.update(m_i, l_i, s, 1.0)
@@ -94,7 +98,7 @@ def by_the_twins(s, m_i, l_i, mask, features):
     return p, torch.stack([m_new, l_fixed, inv_l, lse])
 
 
-FEATURES = [Features(), Features(left=True, right=True), Features(right=True, softcap=True)]
+FEATURES = [Features(), Features(left=True, right=True, mask="float"), Features(right=True, softcap=True, mask="float")]
 
 
 # NumPy, which the interpreter computes with, warns where IEEE arithmetic gives an infinity as it should.
@@ -112,6 +116,51 @@ def test_the_twins_agree(device, features, seed):
     # A few float32 eps of values of size 20: exp2 and tanh are not the same functions here and there.
     torch.testing.assert_close(p, p_twin, atol=4e-6, rtol=2e-5)
     torch.testing.assert_close(rows[:, held], rows_twin[:, held], atol=4e-6, rtol=2e-5)
+
+
+@triton.jit
+def masked_state(s_ptr, mask_ptr, p_ptr, row_ptr, EXACT: tl.constexpr, FIRST: tl.constexpr, F: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """The state of rows over one tile with a mask: p, m, l. FIRST: multiplied before the softmax subtracts."""
+    offs_m, offs_n = tl.arange(0, M), tl.arange(0, N)
+    tile = offs_m[:, None] * N + offs_n[None, :]
+    s, scale = add_mask(tl.load(s_ptr + tile), 0.25, tl.load(mask_ptr + tile), EXACT)
+    if FIRST:
+        s, scale = s * scale, 1.0
+    m_i, l_i = tl.full([M], float("-inf"), tl.float32), tl.full([M], 0.0, tl.float32)
+    m_new, l_new, _, p = update_to(m_i, l_i, tl.maximum(m_i, row_maximum(s, scale, F)), s, scale)
+    tl.store(p_ptr + tile, p)
+    tl.store(row_ptr + offs_m, m_new)
+    tl.store(row_ptr + M + offs_m, l_new)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_one_fma_cannot_add_shows(device, dtype):
+    """Rows that add_mask without EXACT may spoil have a NaN or a reference past EXACT_M; others the bits of EXACT."""
+    if device.type == "cpu" and not targets.interpreting():
+        pytest.skip("Triton runs on CPU tensors in its interpreter only (TRITON_INTERPRET=1)")
+    s, _, _, mask = tiles(0, device)
+    mask = mask.to(dtype)
+    lowest, highest = torch.finfo(dtype).min, torch.finfo(dtype).max
+    mask[3], mask[4, :9], mask[4, 9:] = lowest, lowest, -math.inf  # nothing but what is far below
+    mask[5, ::2], mask[6, 1::2], mask[8, 7], mask[9] = lowest, -math.inf, highest, lowest / 2
+    s[10, 5], mask[10, 5], s[11], mask[11] = math.nan, -math.inf, -math.inf, 0
+    found = {}
+    for exact, first in ((False, False), (True, False), (True, True)):
+        p, rows = torch.empty(M, N, device=device), torch.empty(2, M, device=device)
+        masked_state[(1,)](s, mask, p, rows, exact, first, Features(mask="float"), M, N, enable_fp_fusion=False)
+        found[exact, first] = p, rows
+    (p, (m_i, l_i)), (exact_p, exact_rows) = found[False, False], found[True, False]
+    shown = l_i.isnan() | ((m_i.abs() > device_state.EXACT_M.value) & (m_i != -math.inf))
+    assert torch.equal(p[~shown], exact_p[~shown])
+    assert torch.equal(torch.stack([m_i, l_i])[:, ~shown], exact_rows[:, ~shown])
+    rows_of = {torch.float16: [10], torch.float64: [3, 4, 8, 9]}  # of float64 all masks are added with care
+    assert shown.nonzero()[:, 0].tolist() == rows_of.get(dtype, [3, 4, 8, 9, 10])
+    exact_p = found[True, True][0]
+    assert not exact_p.isnan().any()
+    if dtype != torch.float16:  # whose lowest number leaves room for the score
+        assert (exact_p[3] == 1).all() and (exact_p[4] == (torch.arange(N, device=device) < 9)).all()
 
 
 @pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")

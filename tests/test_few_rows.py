@@ -10,7 +10,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite import decode
-from flashattn_lite.kernels.tuning import hopper_tile
+from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.scores import visible
 from flashattn_lite.testing import Case, assert_close_to_oracle

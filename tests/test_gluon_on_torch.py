@@ -83,6 +83,14 @@ BROKEN = {
         "hopper_again",
         "    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes\n", ""),
     "parts overlap": ("hopper_tasks", "len_k - start_k, 0), each * T.BLOCK_N)", "len_k - start_k, 0), len_k)"),
+    "a mask is read before it lands": (
+        "attention_hopper", "barriers(STAGES, 1 + T.MASK_COPIED)", "barriers(STAGES, 1)"),
+    "a mask is read from the room of the step before": (
+        "hopper_steps", "mask = mask_tile(k_at, i,", "mask = mask_tile(at, i,"),
+    "all consumers get the first one's mask": (
+        "hopper_producer", "task.first + w * ROWS, start_n", "task.first, start_n"),
+    "a mask of one head is taken for one of many": (
+        "hopper_producer", "gl.where(step_h == 0, 0, task.head)", "task.head"),
     "rows that failed are not noticed": ("attention_hopper", "gl.where(is_bad(acc, T), CLEAN, 0)", "0"),
 }  # fmt: skip
 
@@ -96,6 +104,10 @@ SHOWN_BY = {
     "clean V is read with no fence": "done again",
     "O takes V's room too early": "done again",
     "rows that failed are not noticed": "done again",
+    "a mask is read before it lands": "masked",
+    "a mask is read from the room of the step before": "masked",
+    "all consumers get the first one's mask": "masked",
+    "a mask of one head is taken for one of many": "masked",
 }
 
 Problem = tuple[dict[str, Tensor], dict[str, object]]
@@ -104,7 +116,7 @@ Problem = tuple[dict[str, Tensor], dict[str, object]]
 def usual() -> Iterator[Problem]:
     """Several tiles, each of several of keys, for every tile of the table."""
     for dim, len_q, len_k, options in (
-        (64, 200, 300, {"causal": True}), (64, 200, 2100, {}), (64, 400, 100, {}),
+        (64, 200, 300, {"causal": True}), (64, 200, 2100, {}), (64, 400, 520, {}),
         (64, 260, 2100, {"window": (130, 9)}), (96, 200, 300, {}), (128, 300, 400, {}), (128, 140, 2100, {}),
         (192, 200, 300, {"causal": True}), (192, 140, 2100, {}), (256, 200, 200, {"window": (70, 3)}),
     ):  # fmt: skip
@@ -144,15 +156,28 @@ def in_parts() -> Iterator[Problem]:
     yield dict(q=q[:, :, :40], k=k, v=v), {"window": (3000, 5)}
 
 
+def masked() -> Iterator[Problem]:
+    """Masks that TMA copies: of each row and head or of all heads, numbers or bool; some rows see nothing, or fail."""
+    generator = torch.Generator().manual_seed(3)
+    for dim, heads, len_q, len_k in ((64, 2, 100, 300), (64, 1, 200, 2100), (128, 1, 200, 304)):
+        (tensors, _), _ = in_halves(dim, len_q, len_k, {})
+        tensors["k"][:, :, 20] *= 60
+        mask = torch.randn(1, heads, len_q, len_k // 16 * 16 + 16, generator=generator).to(tensors["q"].dtype)
+        mask[:, :, 5] = -math.inf
+        yield {**tensors, "mask": mask[..., :len_k]}, {"causal": dim == 128}
+        yield {**tensors, "mask": (mask > 0)[..., :len_k]}, {}
+
+
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "done again": done_again, "in parts": in_parts,
+    "masked": masked,
 }  # fmt: skip
 
 
 def check(*kinds: str, turns: int = 1) -> None:
     for tensors, options in itertools.chain.from_iterable(PROBLEMS[kind]() for kind in kinds * turns):
         out, lse = fa.attention(**tensors, **options, return_lse=True, backend="hopper")
-        wide = {name: x.double() for name, x in tensors.items()}
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
         exact, exact_lse = attention_reference(**wide, **options, return_lse=True)
         # Four bfloat16 eps for P and O that are rounded to it; float32 for lse. What breaks is a tile or more off.
         torch.testing.assert_close(out.double(), exact, atol=2**-6, rtol=2**-6, equal_nan=True)

@@ -29,7 +29,7 @@ class Launches:
     def run(self, *args):
         args = args[-len(attention_hopper_launch.attention_hopper_kernel.arg_names) :]
         self.during()
-        tensors = (*(descriptor.base for descriptor in args[:4]), *args[4:7])
+        tensors = (*(descriptor.base for descriptor in args[:5] if descriptor), *args[5:8])
         self.seen.append(([x.data_ptr() for x in tensors], args[-3]))
 
 
@@ -42,15 +42,16 @@ def prepared(monkeypatch):
     monkeypatch.setattr(start, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def prepare(launches, sinks=False):
+    def prepare(launches, sinks=False, mask=""):
         def tensors():
             """(inputs, out, lse), and the addresses that a launch with them must see."""
-            inputs, _ = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, "", (None, None), {})
+            inputs, _ = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, mask, (None, None), {})
             inputs = inputs._replace(k=torch.empty_like(inputs.k))
             out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:-1])
-            return (inputs, out, lse), [x.data_ptr() for x in (*inputs[:3], out, out, lse, counter)]
+            copied = [inputs.mask] if mask else []
+            return (inputs, out, lse), [x.data_ptr() for x in (*inputs[:3], out, *copied, out, lse, counter)]
 
-        _, problem = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, "", (None, None), {})
+        _, problem = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, mask, (None, None), {})
         given, _ = tensors()
         call = attention_hopper_launch.Call(problem, *given, GPUS["sm_90"][1])
         call.start.compiled = launches
@@ -59,10 +60,11 @@ def prepared(monkeypatch):
     return prepare
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_each_launch_has_its_own_tensors_and_none_is_kept(sinks, prepared):
+@pytest.mark.parametrize(("sinks", "mask"), [(False, ""), (True, ""), (False, "bool")])
+def test_each_launch_has_its_own_tensors_and_none_is_kept(sinks, mask, prepared):
     launches = Launches()
-    call, tensors = prepared(launches, sinks)
+    call, tensors = prepared(launches, sinks, mask)
+    assert bool(mask) == call.tile.MASK_COPIED
     for _ in range(3):
         given, expected = tensors()
         call(*given)
@@ -73,7 +75,7 @@ def test_each_launch_has_its_own_tensors_and_none_is_kept(sinks, prepared):
         alive = [weakref.ref(x) for x in (*given[0], *given[1:]) if x is not None]
         del given, scores
         gc.collect()
-        assert len(alive) == 5 + sinks and not any(reference() is not None for reference in alive)
+        assert len(alive) == 5 + sinks + bool(mask) and not any(reference() is not None for reference in alive)
 
 
 def test_launches_at_the_same_time_do_not_share_their_arguments(prepared):

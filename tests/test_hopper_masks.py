@@ -1,4 +1,4 @@
-"""Which words of a mask tensor the Hopper kernel reads: its own functions on PyTorch, apart from the whole."""
+"""Which words of a mask tensor the Hopper kernel loads: its own functions on PyTorch, apart from the whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from flashattn_lite import target as targets
-from flashattn_lite.kernels.attention_hopper_launch import tile_of
+from flashattn_lite.kernels.attention_hopper_launch import config_of, tile_of
 from flashattn_lite.kernels.hopper_tasks import HopperTile
 from flashattn_lite.kernels.operands import expanded_mask, mask_strides
-from flashattn_lite.kernels.tuning import hopper_tile
+from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from tests.gluon_on_torch.hopper import unchanged
 from tests.gluon_on_torch.values import FUNCTIONS, Pointer, value
@@ -76,7 +76,7 @@ def test_every_row_gets_its_own_words(seed):
             pos, heads, exists = tasks.rows_of(FUNCTIONS["arange"](0, 64), task, w, T)
             rows = Record(pos=pos, head=heads, exists=exists)
             for i in range(count):
-                tile = scores.mask_tile(i, rows, task, args, problem.features, T).x.expand(64, T.BLOCK_N)
+                tile = scores.mask_tile(0, i, (), rows, task, args, w, problem.features, T).x.expand(64, T.BLOCK_N)
                 start = tasks.key_start(i, task, problem.features, T).number
                 keys = torch.arange(start, min(start + T.BLOCK_N, len_k))
                 there = exists.x.expand(64)
@@ -88,3 +88,26 @@ def test_masks_of_every_kind_are_among_them():
     """Loads of one, two and four keys, a row for all queries and one for each, heads packed or not."""
     tiles = [some_case(seed)[-1] for seed in range(CASES)]
     assert len({(T.MASK_ROWS, T.MASK_ALIGN, T.PACK > 1) for T in tiles}) == 12
+
+
+def test_masks_are_copied_where_the_copy_engine_takes_them():
+    """Rows that differ, at 16-byte addresses, key by key; and where their tiles leave K and V two stages."""
+
+    def copied(mask: torch.Tensor, dim: int = 64, group: int = 1, len_q: int = 128) -> bool:
+        q, k = torch.empty(2, 4, len_q, dim, dtype=torch.bfloat16), torch.empty(2, 4 // group, 256, dim).bfloat16()
+        inputs = Inputs(q, k, k, mask)
+        problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=1.0,
+                           softcap=None)  # fmt: skip
+        return config_of(problem, inputs).mask_copied
+
+    whole = torch.zeros(2, 4, 128, 264, dtype=torch.bfloat16)[..., :256]
+    assert copied(whole) and copied(whole[:1, :1]) and copied(whole[0, 0]) and copied(whole, dim=128)
+    assert copied(whole.expand(2, 4, 128, 256)) and copied(whole[:, :1].expand(2, 4, 128, 256))
+    assert copied(torch.zeros(128, 256, dtype=torch.bool)) and copied(whole[0, 0].float(), dim=128)
+    assert not copied(whole[:, :, :1])  # one row for all
+    assert not copied(torch.zeros(128, 257, dtype=torch.bfloat16)[:, :256])  # rows of odd addresses
+    assert not copied(torch.zeros(128, 264, dtype=torch.bfloat16)[:, 1:257])
+    assert not copied(torch.zeros(128, 512, dtype=torch.bfloat16)[:, ::2])
+    assert not copied(whole.double())
+    assert not copied(whole, dim=256) and copied(torch.zeros(128, 256, dtype=torch.bool), dim=256)  # of which has room
+    assert not copied(whole[:, :, :16], group=4, len_q=16)  # heads in one tile

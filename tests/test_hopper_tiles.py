@@ -13,7 +13,7 @@ from flashattn_lite.kernels import hopper_rows, hopper_tasks
 from flashattn_lite.kernels.attention_hopper_launch import sections
 from flashattn_lite.kernels.device import bounds
 from flashattn_lite.kernels.hopper_tasks import ROWS, past_empty, place
-from flashattn_lite.kernels.tuning import LAST_TILES
+from flashattn_lite.kernels.tuning_hopper import LAST_TILES
 from flashattn_lite.target import Target
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)

@@ -12,69 +12,26 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashattn_lite"
 
-# Module -> floor. A file imports only from lower floors.
-FLOORS = {
-    "errors": 0,
-    "problem": 0,
-    "arguments": 0,
-    "arguments_decode": 0,
-    "arguments_varlen": 0,
-    "state": 1,
-    "scores": 1,
-    "target": 1,
-    "tiles": 1,
-    "kernels": 1,
-    "kernels.tuning": 1,
-    "kernels.tuning_softmax": 1,
-    "kernels.interpreter": 1,
-    "kernels.operands": 1,
-    "kernels.start": 1,
-    "kernels.descriptors": 1,
-    "kernels.gluon_names": 1,
-    "kernels.device": 1,
-    "reference": 2,
-    "tiled": 2,
-    "tiled_backward": 2,
-    "softmax_tiled": 2,
-    "kernels.softmax_exchange": 2,
-    "kernels.softmax_window": 2,
-    "kernels.softmax_unit": 2,
-    "kernels.softmax_tiles": 2,
-    "kernels.softmax": 2,
-    "kernels.softmax_ring": 2,
-    "kernels.softmax_launch": 2,
-    "kernels.attention": 2,
-    "kernels.attention_launch": 2,
-    "kernels.uncovered": 2,
-    "kernels.hopper_tasks": 2,
-    "kernels.hopper_pieces": 2,
-    "kernels.hopper_epilogue": 2,
-    "kernels.hopper_producer": 2,
-    "kernels.hopper_rows": 2,
-    "kernels.hopper_scores": 2,
-    "kernels.hopper_steps": 2,
-    "kernels.hopper_again": 2,
-    "kernels.attention_hopper": 2,
-    "kernels.attention_hopper_launch": 2,
-    "kernels.decode_splits": 2,
-    "kernels.decode": 2,
-    "kernels.decode_merge": 2,
-    "kernels.merge_launch": 2,
-    "kernels.decode_launch": 2,
-    "dispatch": 3,
-    "flops": 3,
-    "calls": 4,
-    "ops": 4,
-    "softmax": 4,
-    "api": 5,
-    "decode": 5,
-    "sdpa": 6,
-    "replace": 6,
-    "integrations": 6,
-    "testing": 6,
-    "distributed": 6,
-    "": 7,  # the public face
-}
+# Modules by floor. A file imports only from lower floors.
+ROOMS = [
+    "errors problem arguments arguments_decode arguments_varlen",
+    "state scores target tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
+    "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
+    "kernels.device",
+    "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "
+    "kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
+    "kernels.softmax_launch kernels.attention kernels.attention_launch kernels.uncovered "
+    "kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
+    "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again "
+    "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode "
+    "kernels.decode_merge kernels.merge_launch kernels.decode_launch",
+    "dispatch flops",
+    "calls ops softmax",
+    "api decode",
+    "sdpa replace integrations testing distributed",
+]
+FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
+FLOORS[""] = len(ROOMS)  # the public face
 # Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
 # log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
 # named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs calls, and
@@ -90,6 +47,7 @@ NEIGHBOURS = {
     ("scores", "state"),
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
+    ("kernels.tuning_hopper", "kernels.tuning"),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
     ("kernels.attention_launch", "kernels.attention"),

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
 from flashattn_lite.kernels.device.products import parts, product, product_of_any, transposed
-from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
     EMPTY_M,
@@ -33,7 +33,6 @@ from flashattn_lite.kernels.device.state import (
     finish,
     merge,
     rounded,
-    update,
     update_fixed,
     update_to,
 )
@@ -91,15 +90,15 @@ def mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T: tl.constexpr):
 
 
 @triton.jit
-def masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F: tl.constexpr,
-                  T: tl.constexpr):  # fmt: skip
-    """Hides what a row may not see as -inf; adds a float mask."""
+def masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, EXACT: tl.constexpr,
+                  F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """(scores with -inf where a row may not look, and with a float mask added, the factor to log2 units)."""
     seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
     if F.mask == "bool":
         seen = seen & (mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T) != 0)
     if F.mask == "float":
-        s = add_mask(s, mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T))
-    return tl.where(seen, s, float("-inf"))
+        s, scale = add_mask(s, scale, mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T), EXACT)
+    return tl.where(seen, s, float("-inf")), scale
 
 
 @triton.jit
@@ -145,8 +144,9 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
             l_i, p = update_fixed(m_i, l_i, s, scale)
         else:
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
-            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
-            m_i, l_i, alpha, p = update(m_i, l_i, s, scale)
+            s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, False,
+                                     F, T)  # fmt: skip
+            m_i, l_i, alpha, p = update_to(m_i, l_i, tl.maximum(m_i, row_maximum(s, scale, F)), s, scale)
             acc *= alpha[:, None]
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not FIXED)
         acc = add_values(p, v, acc, T)
@@ -172,12 +172,12 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
         if F.scale_first:
             s = to_log2(s, args.scale_log2, args.softcap, F)
             scale = 1.0
+        offs_n = start_n + tl.arange(0, T.BLOCK_N)
+        s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F, T)
         s = tl.where(exact == 1, s * scale, s)
         scale = tl.where(exact == 1, 1.0, scale)
-        offs_n = start_n + tl.arange(0, T.BLOCK_N)
-        s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
         fixed = (exact == 0) & (i >= visit[1])
-        m_new = tl.where(fixed, m_i, tl.maximum(m_i, tl.max(s, 1) * scale))
+        m_new = tl.where(fixed, m_i, tl.maximum(m_i, row_maximum(s, scale, F)))
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)  # add_infinities does the rest
@@ -237,7 +237,7 @@ def add_infinities(v_src, mask_ptr, visit, dst, offs_m, write, len_q, len_k, dia
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(tl.float16)  # [N, Dv]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s = tl.full([T.BLOCK_M, T.BLOCK_N], 0.0, tl.float32)
-            s = masked_scores(s, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, F, T)
+            s, _ = masked_scores(s, 1.0, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F, T)
             hits = tl.dot((s != float("-inf")).to(tl.float16), hit, hits)
         out = tl.load(ptrs, mask=write[:, None] & exists, other=0.0)
         tl.store(ptrs, out + tl.where(hits > 0, infinity, 0.0).to(out.dtype), mask=write[:, None] & exists)

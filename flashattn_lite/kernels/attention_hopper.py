@@ -3,7 +3,8 @@
 As many blocks as fit live on each multiprocessor (one, or three of one consumer) and work off row tiles. A tile is
 BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V head, head by head within a position.
 Warps have roles:
-  producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA
+  producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA, with
+                                  MASK_COPIED each consumer's rows of the mask too (else they load them themselves)
   consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
@@ -21,14 +22,14 @@ Barriers (mbarrier; each side counts its own phase)
   slot_full[2]     producer -> consumers: a message is there   slot_empty[2]     each consumer: it was read
   q_full[Q_SLOTS]  TMA -> a consumer: its rows of Q            q_empty[Q_SLOTS]  it: they may be overwritten (with
                                                                                  Q_HELD, from its first product on)
-  k_full[STAGES]   TMA -> consumers: a tile of K               k_empty[STAGES]   each consumer: done with it and, if not
-                                                                                 APART, with V of the step before
+  k_full[STAGES]   TMA -> consumers: a tile of K, and of the   k_empty[STAGES]   each consumer: done with it, the mask
+                   mask if it is copied                                          and, if not APART, V of the step before
   v_full[STAGES]   TMA -> consumers: a tile of V               v_empty[STAGES]   each consumer: done with it, if APART
   settled          consumers -> producer: everything sent so far is finished and its verdict written
   cleaned          consumers -> consumers: V is free of what is not finite; all are done with it (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
 Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O, K and V
-STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED; at most 227 KiB.
+STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a mask STAGES * BLOCK_N * BLOCK_M elements; at most 227 KiB.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """
@@ -51,7 +52,7 @@ from flashattn_lite.kernels.hopper_rows import (
     settles_first,
     take_rows,
 )
-from flashattn_lite.kernels.hopper_scores import careful, mask_tile
+from flashattn_lite.kernels.hopper_scores import careful
 from flashattn_lite.kernels.hopper_steps import attend, await_turn, first_scores, own_q, pass_over, pass_turn, take_q
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
@@ -75,7 +76,7 @@ from flashattn_lite.kernels.hopper_tasks import (
 def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
              T: gl.constexpr):  # fmt: skip
     """One row tile from first to last key tile, O and lse written. Returns it, and failed with the rows that did."""
-    q_s, _, v_s, o_s = rings
+    q_s, v_s, o_s = rings[0], rings[2], rings[3]
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
@@ -87,11 +88,12 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     q_at, q_phase = q_slot(n_tile, WG, T)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     q = take_q(q_at, q_s, S_LAYOUT, T)
-    mask = mask_tile(skip, rows, task, args, F, T)
-    s = first_scores(q, rings, bars, it, skip > 0, S_LAYOUT, T)
+    s, mask = first_scores(q, rings, bars, it, skip, rows, task, args, S_LAYOUT, WG, F, T)
     if T.Q_HELD:  # not before a product has used it: a load that was issued may still be under way behind a barrier
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)
     m_i, l_i, _alpha, p = careful(s, mask, m_i, l_i, skip, rows, task, args, F, T)
+    if T.MASK_COPIED:
+        mbarrier.arrive(bars.k_empty.index(stage(it, T)[0]), count=1)
     state = (acc, m_i, l_i)
     if not settles_first(F, T):
         state, p, it = attend(state, p, q, rings, bars, it, skip + 1, rows.settled, rows, task, args, True, WG, F, T)
@@ -208,9 +210,9 @@ def launch_dependents():
         "counter_ptr",
     ]
 )
-def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh,
-                            stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, early, rows_q, rows_k,
-                            diag_lo, diag_hi, num_tiles, row_tiles, args, F: gl.constexpr,
+def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, mask_desc, out_ptr, lse_ptr, counter_ptr, stride_ob,
+                            stride_oh, stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, early, rows_q,
+                            rows_k, diag_lo, diag_hi, num_tiles, row_tiles, args, F: gl.constexpr,
                             T: gl.constexpr):  # fmt: skip
     if F.varlen or T.PARTIAL:
         launch_dependents()
@@ -227,7 +229,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)
     verdicts = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORDS)
     listed = gl.allocate_shared_memory(gl.int32, [LISTED, 1], WORDS)
-    k_full, k_empty, v_full = barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(STAGES, 1)
+    k_full, k_empty, v_full = barriers(STAGES, 1 + T.MASK_COPIED), barriers(STAGES, CONSUMERS), barriers(STAGES, 1)
     v_empty = k_empty
     if T.APART:
         v_empty = barriers(STAGES, CONSUMERS)
@@ -237,8 +239,12 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, out_ptr, lse_ptr, co
     settled = barriers(1, CONSUMERS).index(0)
 
     rings = (q_s, k_s, v_s, o_s)
+    if T.MASK_COPIED:
+        MASKS: gl.constexpr = STAGES * CONSUMERS
+        mask_s = gl.allocate_shared_memory(mask_desc.dtype, [MASKS, 1, 1, ROWS, T.BLOCK_N], mask_desc.layout)
+        rings = (q_s, k_s, v_s, o_s, mask_s)
     talk = (slot, slot_full, slot_empty, settled, verdicts)
-    descs = (q_desc, k_desc, v_desc)
+    descs = (q_desc, k_desc, v_desc, mask_desc)
     lse = (lse_ptr, (stride_lb, stride_lh))
     dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
     sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles, row_tiles)

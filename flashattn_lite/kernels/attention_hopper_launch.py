@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32, uint8
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn_lite.errors import show
@@ -18,8 +18,10 @@ from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
+    expanded_mask,
     lse_strides,
     mask_align,
+    mask_strides,
     score_args,
     sizes,
     strides,
@@ -28,21 +30,14 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import (
-    LAST_TILES,
-    PARTS,
-    DecodeConfig,
-    HopperConfig,
-    hopper_tile,
-    pieces,
-    pieces_of_v,
-)
+from flashattn_lite.kernels.tuning import DecodeConfig
+from flashattn_lite.kernels.tuning_hopper import LAST_TILES, PARTS, HopperConfig, hopper_tile, pieces, pieces_of_v
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
-DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16}
+DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32, torch.uint8: uint8}
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
 REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
 
@@ -63,6 +58,14 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
                 f"{x.shape[-1]}, strides {tuple(x.stride())}, address % 16 = {x.data_ptr() % 16} is not"
             )
     return reasons
+
+
+def config_of(problem: AttentionProblem, inputs: Inputs) -> HopperConfig:
+    if inputs.mask is None:
+        return hopper_tile(problem)
+    if not varies(problem, inputs.mask, 2):
+        return hopper_tile(problem, mask_bytes=0)
+    return hopper_tile(problem, inputs.mask.element_size() if by_tma(expanded_mask(problem, inputs.mask)) else None)
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
@@ -92,6 +95,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=varies(problem, mask, 2) or (config.pack > 1 and varies(problem, mask, 1)),
         MASK_ALIGN=mask_align(problem, mask),
+        MASK_COPIED=config.mask_copied,
         LIMIT=LIMITS[problem.dtype],
     )
 
@@ -108,7 +112,7 @@ class Call:
         target: Target,
         config: HopperConfig | None = None,
     ) -> None:
-        config = config or hopper_tile(problem)
+        config = config or config_of(problem, inputs)
         self.problem, self.tile = problem, tile_of(problem, inputs.mask, config)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
@@ -127,11 +131,13 @@ class Call:
             *(problem.diag_lo, problem.diag_hi, num_tiles, row_tiles),
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
+        copied = (of_mask(expanded_mask(problem, inputs.mask), tile),) if tile.MASK_COPIED else ()
         self.descriptors = Descriptors(
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
             by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
             by_group(out, tile.GROUP, [*rows, tile.O_WIDTH], packed),
+            *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
         self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
@@ -144,15 +150,22 @@ class Call:
     def arguments(
         self, lent: list[Any], inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address
     ) -> tuple[Any, ...]:
-        """`lent`: descriptors of q, k, v and out. In parts, acc and m come in the place of out and lse."""
+        """`lent`: descriptors. In parts, acc and m come in the place of out and lse."""
         scores = self.scores or score_args(self.problem, inputs)
-        return (*lent, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
+        masks = () if self.tile.MASK_COPIED else (None,)
+        return (*lent, *masks, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         on(out.device, self._launch, inputs, out, lse)
 
+    def lend(self, inputs: Inputs, out: Tensor) -> list[Any]:
+        """Descriptors of q, k, v, out and, where it is copied, the mask."""
+        if not self.tile.MASK_COPIED:
+            return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+        return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
+
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        lent = self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+        lent = self.lend(inputs, out)
         states = self.merge.states(out) if self.merge else (lse, lse, out)
         self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
@@ -173,7 +186,7 @@ def plan(
     """(kernel, grid, args, kwargs) of the first launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    lent = call.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
+    lent = call.lend(inputs, out)
     if call.merge:
         lse, _, out = call.merge.states(out)
     return call.start.kernel, call.start.grid, call.arguments(lent, inputs, out, lse, counter), call.start.options
@@ -215,6 +228,21 @@ def by_group(x: Tensor, group: int, block: list[int], packed: bool) -> TensorDes
     (batch, heads, rows, dim), (step_b, step_h, step_m, step_d) = sizes(x, packed), strides(x, packed)
     shape = [batch, heads // group, rows, group, dim]
     return _descriptor(x, shape, (step_b, step_h * group, step_m, step_h, step_d), [1, 1, *block])
+
+
+def by_tma(mask: Tensor) -> bool:
+    """Whether the copy engine takes tiles of an expanded mask [B, Hq, L, S] whose rows differ."""
+    step_b, step_h, step_m, step_n = mask_strides(mask)
+    steps = [step for step in (step_b, step_h, step_m) if step]
+    whole = all(0 < step * mask.element_size() < 2**40 and step * mask.element_size() % 16 == 0 for step in steps)
+    return whole and step_m != 0 and step_n == 1 and mask.data_ptr() % 16 == 0 and mask.dtype in DTYPES
+
+
+def of_mask(mask: Tensor, tile: HopperTile) -> TensorDescriptor:
+    """[batch, head, row, key] tiles of an expanded mask, one entry along dimensions that it repeats; 0 outside."""
+    steps = mask_strides(mask)
+    shape = [size if step else 1 for size, step in zip(mask.shape, steps, strict=True)]
+    return _descriptor(mask, shape, steps, [1, 1, ROWS.value, tile.BLOCK_N])
 
 
 def _descriptor(x: Tensor, shape: list[int], steps: tuple[int, ...], block: list[int]) -> TensorDescriptor:

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from flashattn_lite.kernels.device.scores import row_maximum
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import columns, leave_state, of_pieces, out_pointers, state_pointers
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
@@ -69,16 +70,17 @@ def clean(v_s, at, mode, n_clean, cleaned, WG: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """The i-th tile of scores: (m_i, l_i, alpha, p). PLUS, MINUS: p is 1 for each key that is seen."""
+def update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+    """The i-th tile of scores: (m_i, l_i, alpha, p); `mask` of mask_tile. PLUS, MINUS: p is 1 for each key seen."""
     s, scale = scaled(s, args, F)
+    s = gl.where(mode == REDO, s, 0.0)
+    s, scale = hide(s, scale, mask, i, rows, task, args, True, F, T)
     row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale
     # Past EXACT_M a product must be rounded before it is subtracted.
     before = gl.where(exact != 0, row_scale, 1.0)
     row_scale = gl.where(exact != 0, 1.0, row_scale)
-    s = gl.where(mode == REDO, s * before[:, None], 0.0)
-    s = hide(s, mask_tile(i, rows, task, args, F, T), i, rows, task, args, F, T)
-    m_new = gl.maximum(m_i, gl.max(s, 1) * row_scale)
+    s = s * before[:, None]
+    m_new = gl.maximum(m_i, row_maximum(s, row_scale, F))
     m_new = gl.where((i >= rows.settled) & (exact == 0), m_i, m_new)
     return take(s, row_scale[:, None], m_i, m_new, l_i, T)
 
@@ -87,7 +89,7 @@ def update(s, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr, T: gl
 def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
     """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
-    q_s, k_s, v_s, _ = rings
+    q_s, k_s, v_s = rings[0], rings[1], rings[2]
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
@@ -108,8 +110,9 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
         mbarrier.wait(bars.k_full.index(at), phase)
         s = query_key(q, k_s, at, zero, T)
         s = warpgroup_mma_wait(0, [s])
+        mask = mask_tile(at, i, rings, rows, task, args, WG, F, T)
+        m_i, l_i, alpha, p = update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F, T)
         mbarrier.arrive(bars.k_empty.index(at), count=1)
-        m_i, l_i, alpha, p = update(s, m_i, l_i, i, exact, mode, rows, task, args, F, T)
         acc = weighed(acc, alpha, T)
         mbarrier.wait(bars.v_full.index(at), phase)
         v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)

@@ -1,4 +1,4 @@
-"""The producer of the Hopper kernel: one warp that draws row tiles, tells the consumers, and copies Q, K and V by TMA.
+"""The producer of the Hopper kernel: one warp that draws tiles, tells the consumers, and copies what they need by TMA.
 
 It never waits for a tile to be finished, but for the room in shared memory that its next copy needs; except after a
 sweep of LISTED tiles, when it asks whether rows failed and has those done again.
@@ -61,6 +61,19 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES:
 
 
 @gluon.jit
+def copy_masks(task, i, it, desc, full, ring, args, F: gl.constexpr, T: gl.constexpr):
+    """Copies what all consumers need of the mask for the i-th tile of keys, into the room that K's has shown."""
+    CONSUMERS: gl.constexpr = T.WARPGROUPS
+    at, _ = stage(it + i, T)
+    step_b, step_h, _, _ = args.mask_strides
+    b, head = gl.where(step_b == 0, 0, task.b), gl.where(step_h == 0, 0, task.head)
+    start_n = key_start(i, task, F, T)
+    mbarrier.expect(full.index(at), CONSUMERS * desc.block_type.nbytes)
+    for w in gl.static_range(CONSUMERS):
+        tma_load(desc, [b, head, task.first + w * ROWS, start_n], full.index(at), ring.index(at * CONSUMERS + w))
+
+
+@gluon.jit
 def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T: gl.constexpr):
     """Copies the rows of Q of consumer w."""
     kv_head, in_group = heads_of(task, T)
@@ -71,7 +84,7 @@ def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T:
 
 
 @gluon.jit
-def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, F: gl.constexpr,
+def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, args, F: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
     """Tells the consumers of a row tile and copies its Q and every K and V tile that it visits; K runs one ahead of V.
 
@@ -80,11 +93,13 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counte
     of the next message, what `ask` gave).
     """
     CONSUMERS: gl.constexpr = T.WARPGROUPS
-    q_desc, k_desc, v_desc = descs
-    _, k_s, v_s, _ = rings
+    q_desc, k_desc, v_desc, mask_desc = descs
+    k_s, v_s = rings[1], rings[2]
     copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
     for i in range(task.count):
         copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, T.PIECES, F, T)
+        if T.MASK_COPIED:
+            copy_masks(task, i, it, mask_desc, bars.k_full, rings[4], args, F, T)
         if i == 0:
             for w in gl.static_range(1, CONSUMERS):
                 copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
@@ -167,7 +182,7 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
     mode = marked(task, lse, F, T)
     dirty = 0
     while mode != FAST:
-        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, F, T)
+        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, args, F, T)
         it += task.count
         n_tile += 1
         verdict, n_message, n_report = report(n_message, n_report, talk, T)
@@ -194,7 +209,7 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
             task = locate(tile, sizes, args, F, T)
             listed.index(count).store(gl.full([1], tile, gl.int32, ONE))
             n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile,
-                                     counter_ptr, F, T)  # fmt: skip
+                                     counter_ptr, args, F, T)  # fmt: skip
             tile = exists_one(answer(asked), counter_ptr, sizes, args, F, T)
             it += task.count
             n_tile += 1

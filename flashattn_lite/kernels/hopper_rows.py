@@ -97,7 +97,11 @@ def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
 
     PARTIAL: (m, l, overflow); the merge does the rest.
     """
-    overflow = ((l_row < T.LIMIT) == 0) | ((gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M))
+    overflow = (gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M)
+    if F.mask == "float":  # of which a NaN may come that it hides: see add_mask. Then acc has it, and the row is CLEAN.
+        overflow |= l_row >= T.LIMIT
+    else:
+        overflow |= (l_row < T.LIMIT) == 0
     weight = l_row * 0.0 + 1.0
     if T.PARTIAL:
         return m_i, l_row, overflow

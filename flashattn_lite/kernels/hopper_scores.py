@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
 from flashattn_lite.kernels.device.state import shift, weights
 from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
 
@@ -46,13 +46,16 @@ def sees_whole(start_n, rows, task, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
+def mask_tile(at, i, rings, rows, task, args, WG: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """The i-th tile of the mask tensor [M, N], [1, N] without MASK_ROWS; 0 if there is none. Not waited for.
 
-    Neighbouring keys come by one load where MASK_ALIGN allows it: all are read if the first exists.
+    MASK_COPIED: it is in shared memory, and came with the `at`-th tile of K. Else neighbouring keys come by one load
+    where MASK_ALIGN allows it: all are read if the first exists.
     """
     if F.mask == "":
         return 0
+    elif T.MASK_COPIED:
+        return rings[4].index(at * T.WARPGROUPS + WG).reshape([ROWS, T.BLOCK_N]).load(T.S_LAYOUT)
     else:
         ALIGN: gl.constexpr = T.MASK_ALIGN
         LAYOUT: gl.constexpr = T.MASK_LAYOUT
@@ -75,19 +78,22 @@ def mask_tile(i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, mask, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
-    """Scores of the i-th tile with -inf where a row may not look, and with a float mask added; `mask` of mask_tile."""
-    if F.mask != "":
+def hide(s, scale, mask, i, rows, task, args, EXACT: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+    """(scores of the i-th tile with -inf where a row may not look, and with a float mask added, the factor that brings
+
+    them to log2 units); `mask` of mask_tile.
+    """
+    if F.mask != "" and not T.MASK_COPIED:
         mask = gl.convert_layout(mask, T.S_LAYOUT)
     if F.mask == "float":
-        s = add_mask(s, mask)
+        s, scale = add_mask(s, scale, mask, EXACT)
     if F.mask == "bool":
         s = gl.where(mask != 0, s, float("-inf"))
     start_n = key_start(i, task, F, T)
     if not sees_whole(start_n, rows, task, F, T):
         offs_n = start_n + gl.arange(0, T.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where(visible(rows.pos, offs_n, task.len_k, task.diag_lo, task.diag_hi, F), s, float("-inf"))
-    return s
+    return s, scale
 
 
 @gluon.jit
@@ -103,8 +109,8 @@ def take(s, scale, m_i, m_new, l_i, T: gl.constexpr):
 def careful(s, mask, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """The i-th tile, masked, at the running maximum: (m_i, l_i, alpha, p). `mask` of mask_tile."""
     s, scale = scaled(s, args, F)
-    s = hide(s, mask, i, rows, task, args, F, T)
-    return take(s, scale, m_i, gl.maximum(m_i, gl.max(s, 1) * scale), l_i, T)
+    s, scale = hide(s, scale, mask, i, rows, task, args, False, F, T)
+    return take(s, scale, m_i, gl.maximum(m_i, row_maximum(s, scale, F)), l_i, T)
 
 
 @gluon.jit

@@ -73,7 +73,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
            F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
     acc, m_i, l_i = state
-    _, k_s, v_s, _ = rings
+    k_s, v_s = rings[1], rings[2]
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
     at, phase = stage(it, T)
@@ -90,7 +90,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         acc = add_values(w, v, acc, T)
         pass_turn(WG, T)
         if CAREFUL:
-            mask = mask_tile(i, rows, task, args, F, T)
+            mask = mask_tile(k_at, i, rings, rows, task, args, WG, F, T)
         s = warpgroup_mma_wait(T.V_PIECES, [s])  # the scores are there; P V goes on under the softmax
         if T.APART:
             mbarrier.arrive(bars.k_empty.index(k_at), count=1)
@@ -140,13 +140,19 @@ def pass_over_v(passed, bars, it, T: gl.constexpr):
 
 
 @gluon.jit
-def first_scores(q, rings, bars, it, passed, S_LAYOUT: gl.constexpr, T: gl.constexpr):
-    """S of the first key tile that this consumer sees; it has nothing to overlap with but V of one passed over."""
+def first_scores(q, rings, bars, it, skip, rows, task, args, S_LAYOUT: gl.constexpr, WG: gl.constexpr,
+                 F: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    """(S, mask tile) of the first key tile that this consumer sees: the skip-th, and the it-th of the block.
+
+    Nothing overlaps with it but V of one passed over. With MASK_COPIED K is not given back.
+    """
     at, phase = stage(it, T)
     mbarrier.wait(bars.k_full.index(at), phase)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     s = query_key(q, rings[1], at, zero, T)
-    pass_over_v(passed, bars, it - 1, T)
+    mask = mask_tile(at, skip, rings, rows, task, args, WG, F, T)
+    pass_over_v(skip > 0, bars, it - 1, T)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(bars.k_empty.index(at), count=1)
-    return s
+    if not T.MASK_COPIED:
+        mbarrier.arrive(bars.k_empty.index(at), count=1)
+    return s, mask

@@ -49,6 +49,7 @@ class HopperTile:
     SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
     MASK_ROWS: bool  # rows of a tile may see different rows of a mask tensor
     MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
+    MASK_COPIED: bool  # its tiles come by TMA, each with the K of its keys
     LIMIT: float  # of l_i, so that no p has left its dtype's range
     SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
     LANES: int  # parts of a sequence's keys, at most

@@ -1,15 +1,13 @@
 """Tile shapes of the attention kernels, by GPU, head dim, dtype and causal, each with the measurement that chose it.
 
-Those of softmax are in `tuning_softmax.py`.
+The Hopper kernel's are in `tuning_hopper.py`, those of softmax in `tuning_softmax.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
@@ -23,26 +21,6 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
-
-
-@dataclass(frozen=True)
-class HopperConfig:
-    """One row of the Hopper kernel's table."""
-
-    warpgroups: int  # consumers, of 64 rows each
-    block_n: int  # keys a tile
-    stages: int  # of K, and of V
-    pack: int = 1  # query heads in a row tile
-    blocks: int = 1  # a multiprocessor
-    q_slots: int = 0  # buffers of Q; 0: one a consumer
-    apart: bool = False  # K is given back before V of the step before, for rings of few stages
-    # What a consumer takes to its next step of its places in the rings: nothing, that in V's (v), both (kv).
-    carried: str = ""
-    turns: bool = False  # two consumers issue their products by turns
-    q_held: bool = False  # a consumer keeps its Q in registers
-    o_width: int = 128  # columns of O that leave at a time, at most
-    o_slots: int = 1  # buffers for them, of a consumer, at most
-    split: int = 0  # keys of a part that is a task of its own, at least; 0: a row tile takes all of its own
 
 
 def power_of_two(count: int) -> int:
@@ -139,128 +117,6 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> T
             config = replace(config, block_n=config.block_n // 2)
         else:
             config = replace(config, block_m=config.block_m // 2, num_warps=4)
-    return config
-
-
-# sm_90a: (largest head dims, of Q and K and of V, as `pieces` fills them; keys from which it serves full and causal;
-# tile), the first that fits. Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens,
-# hidden 2048): TFLOP/s causal, full at 512, 1k, 2k, 4k and 16k keys; means of three rounds in turn, each 100 ms warm
-# and 50 ms timed, because a card at its power limit chooses otherwise than in a short run. * other runs: of four rounds
-# (none at 512), or a single short one (**). With heads in sections that share 32 MiB of K and V.
-#   64:  three, 64 keys, Q held        230 304 409 464 537, 346 408 470 498 549
-#        the same, held and not *          297 398 456 535,     403 462 493 549; 297 402 450 521, 389 458 475 528
-#        two by turns, 128 keys        225 314 387 446 508, 363 426 462 497 533   (Q held: 3% slower **)
-#        one, 3 blocks an SM **        263 338 407 447 490, 356 391 424 467 486
-#   128: two by turns, 64 keys, held   315 420 520 592 664, 428 520 581 621 676
-#        the same, held and not *          417 525 596 677,     517 581 622 676; 431 519 579 645, 513 557 610 653
-#        two by turns, 128 keys        283 403 503 585 677, 430 515 584 637 701   (Q held: level at 16k, else slower)
-#        both again *               275 386 488 574 668, 420 508 575 624 688; 312 417 506 583 660, 436 509 564 609 657
-#   256: two, 64 keys, three slots     301 420 514 578 641, 426 525 600 655 709   (a half or quarter of Q held: level)
-# Again in the order below, row tiles drawn late; short runs in turn, of which 512 causal came out low for all:
-#   64:  three, 64 keys, Q held        211 310 423 463 526, 371 422 485 502 543   (128 keys: registers spilled, slower)
-#        two by turns, 128 keys        202 315 402 454 513, 391 451 482 502 519
-#        one, 3 blocks an SM           285 355 416 446 480, 382 433 456 478 489
-#   128: two by turns, 64 keys, held   299 454 546 612 694, 519 591 641 671 666
-#        two by turns, 128 keys        316 436 545 628 715, 508 596 648 707 737
-#        three, 64 keys                310 423 542 622 716, 477 552 644 668 708
-#   256: O in 64 columns, two buffers  241 547 582 637 704, 540 632 692 698 739
-#        in 128, one buffer            239 509 589 638 697, 551 618 680 697 736
-# (192, 128), us in turn with FlashAttention-3, short runs (4 x 16 x 512 causal; 4k causal, full; 128 heads 4k causal):
-#   128 keys, two stages   24.5; 143.2, 241.6; 1079     (without turns 23.7; 144.7, 246.0; 1098)
-#   64 keys, three         20.9; 143.7, 246.8; 1067     (four 22.3; 145.5, 245.6; 1073)
-#   two, in 256 columns    21.9; 148.5, 251.4; 1110     FlashAttention-3 23.3; 149.2, 268.7; 1137
-# 192 and 160 with V in three pieces too, 4k full: 64 keys, three stages 296.3, 295.6; without turns 333.0, 318.8; two
-# stages without 316.6, 307.1; V as 256 326.4, 320.4; FlashAttention-3 310.0, 298.8. Causal 1k, 192: 61.4, 62.5, 63.0,
-# 65.2; 66.8.
-# 96, 80 and 72 in three pieces of 32, us in turn: 96 causal 4k, 1k, 512; 80 full 4k, 257; 72 full 729:
-#   two by turns, 128 keys, two stages 203.8, -, -; 176.9, -; -      (three 202.0, 41.7, 21.9; 179.4, 74.0; 145.1)
-#   two by turns, 64 keys, held        211.2, 39.0, 18.2; 189.5, 62.8; 144.7
-#   three, 64 keys                     208.3, 44.5, 20.9; 194.7, 60.7; 130.8
-#   as 128                             217.6, 40.2, 17.8; 188.0, 63.5; 132.4      FlashAttention-3 217.9, 47.9, 22.8;
-#                                                                                 196.0, 60.0; 137.5
-# The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
-# and 32 MiB of K and V (512 and 1k in another run than the rest):
-#   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
-#   128: 519 606 626 666 724, 499 576 616 654 714, 472 540 574 651 693
-#   256: 504 597 653 697 734, 499 598 654 698 734, 486 572 617 677 703
-# Causal: heads that share 32 MiB; head by head, but for the last, together, of two, three, four row tiles a
-# multiprocessor. Head by head to the end, or with short rows of all heads last: slower.
-#   64:  270 352 413 469 535; 292 352 424 463 529, 281 354 427 477 533, 284 356 429 476 536
-#   128: 344 461 552 618 705; 352 467 554 615 714, 359 456 568 622 721, 349 467 558 629 699
-#   256: 337 462 557 624 702; 353 466 558 631 693, 346 464 565 618 686, 335 456 548 617 676
-# And of two, rounded up to whole heads or down, two rounds, 16k keys: 128 714 737, 730 745; 256 703 742, 731 763. At 4k
-# 631, 640 and 645, 630. Three heads of 256 have 48 MiB of K and V, of L2's 50: it had 89% of what was asked of it.
-LAST_TILES = 2  # row tiles a multiprocessor, at most, of the causal heads that come last together (one head at least)
-# What a consumer takes to its next step, to nothing, means of all lengths: 64 kv 1.015; 128 v 1.004, kv 0.983; 256 v
-# 0.997 (causal 16k 0.97), kv 0.987.
-NEVER = 1 << 31  # keys
-HOPPER_TILES = (
-    ((64, 64), (2048, 2048), HopperConfig(3, 64, 4, carried="kv", q_held=True)),
-    ((64, 64), (0, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
-    ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
-    ((128, 128), (2048, 4096), HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)),
-    ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
-    ((128, 128), (0, 0), HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)),
-    ((192, 128), (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
-    ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
-    ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
-)
-# Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least. 8k keys,
-# causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
-#   128: 1 x 32 / 8 heads x 128 rows  41.0  36.1  51.3  82.7; 36.5   1 x 8 / 1 heads  20.4  28.9  47.5  80.7; 18.0
-#                          x 64 rows  26.3  33.8  50.4  82.1; 23.8   8 x 64 rows     163.6 148.3 143.1 120.5; 128.3
-#                                                                    4 x 128 rows    153.3 136.4 128.6 104.4; 118.7
-#                         x 256 rows  74.8  66.8  62.6  81.9; 64.9   1 x 8 / 1 heads  23.8  31.0  48.4  80.6; 22.3
-#                                                                    2 x 256 rows    146.5 130.3 124.4 102.6; 117.9
-#                                                       512 rows     1 x 8 / 1 heads  37.6  33.9  50.4  80.5; 34.6
-#   64:  1 x 32 / 8 heads x 128 rows  27.4  27.2     -  88.7; 28.2   4 x 128 rows     97.8  93.1     -  97.4; 94.9
-#   256: 1 x 16 / 8 heads x 128 rows  42.6  54.9  90.1 156.3; 40.7
-# 16 parts of 512: 53.5 in the first, 19.9 in the second. Merged four rows a program: level. A part is like a short
-# causal sequence and has its tile. The first at 2048, d64 at 1024: 37.0, 28.5; with the tile of 8k keys 38.1, 37.3.
-HOPPER_SPLITS = ((128, 1024), (256, 2048))
-PARTS = 8  # of a sequence's keys, at most
-PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
-
-
-def pieces(head_dim: int, in_three: bool = True) -> tuple[int, int]:
-    """(pieces, columns of one) in which the Hopper kernel takes Q or K: of a power of two, or three of 32 or 64."""
-    for columns in (32, 64):
-        if in_three and 2 * columns < head_dim <= 3 * columns:
-            return 3, columns
-    return 1, max(64, padded(head_dim))
-
-
-# From Triton 3.8 on each product has registers of P of its own. Older ptxas sees that they are the same, that of CUDA
-# 13.4, which Triton 3.9 is the first to take for sm_90, does not: bytes of stack a thread, causal, in three pieces and
-# in one, 96 columns 656 and 160, 192 216 and 160; Triton 3.8, in three, 40 and 24.
-V_IN_PIECES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-
-
-def pieces_of_v(head_dim_v: int) -> tuple[int, int]:
-    """(pieces, columns of one) in which the Hopper kernel takes V and adds up O."""
-    return pieces(head_dim_v, in_three=V_IN_PIECES)
-
-
-def hopper_tile(problem: AttentionProblem) -> HopperConfig:
-    """The tile of the Hopper attention kernel.
-
-    A function of head dims, the number of query heads a K/V head, and of lengths in three places: the number of keys in
-    HOPPER_TILES (never for packed sequences, whose neighbours would then decide), HOPPER_SPLITS, and PACKED_ROWS.
-    """
-    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
-    keys, causal = 0 if problem.features.varlen else problem.len_k, problem.features.right
-    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
-    split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and seen >= 2 * split), 0)
-    if split:
-        keys, causal = 0, True  # parts take the tile of short causal sequences
-    config = next(
-        tile
-        for largest, least, tile in HOPPER_TILES
-        if dim <= largest[0] and dim_v <= largest[1] and keys >= least[causal]
-    )
-    config = replace(config, split=split)
-    if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
-        config = replace(config, pack=power_of_two(problem.group))
     return config
 
 

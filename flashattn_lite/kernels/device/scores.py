@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.state import LOG2E
+from flashattn_lite.kernels.device.state import EMPTY_M, LN2, LOG2E
 
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32's finite numbers
 # The largest float32 that times LOG2E, rounded, is finite.
 HIGHEST_BIAS: tl.constexpr = tl.constexpr(2.3586574e38)
 
@@ -44,14 +45,30 @@ def visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F: tl.constexpr):
 
 
 @triton.jit
-def add_mask(s, mask):
-    """Scores s [M, N] in log2 units plus an additive mask tile in natural units; -inf hides whatever s holds.
+def add_mask(s, scale, mask, EXACT: tl.constexpr):
+    """Scores s [M, N], s * scale in log2 units, plus an additive mask tile: (scores in natural units, their scale).
 
-    A finite mask stays finite: float32's lowest number means "far below everything", not "invisible".
+    A finite mask stays finite: float32's lowest number means "far below everything", not "invisible"; -inf hides
+    whatever s holds, with EXACT. Without, one fma adds it: a NaN in s shows in the row's l, a row that sees nothing but
+    numbers whose log2 float32 can't hold in its m (`row_maximum`); all other rows are the same to the bit.
     """
     bias = mask.to(tl.float32)
-    given = mask if mask.dtype.is_fp64() else bias  # float64 has numbers that float32 takes for infinities
-    finite = bias
-    if not mask.dtype.is_fp16():  # whose numbers are all far from the edge
-        finite = tl.clamp(bias, -HIGHEST_BIAS, HIGHEST_BIAS, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(tl.abs(given) == float("inf"), bias, tl.fma(finite, LOG2E, s))
+    if EXACT or mask.dtype.is_fp64():
+        given = mask if mask.dtype.is_fp64() else bias  # float64 has numbers that float32 takes for infinities
+        finite = bias
+        if not mask.dtype.is_fp16():  # whose numbers are all far from the edge
+            finite = tl.clamp(bias, -HIGHEST_BIAS, HIGHEST_BIAS, propagate_nan=tl.PropagateNan.ALL)
+        s = tl.where(tl.abs(given) == float("inf"), bias, tl.fma(s, scale * LN2, finite))
+    else:
+        s = tl.fma(s, scale * LN2, bias)
+    return s, LOG2E
+
+
+@triton.jit
+def row_maximum(s, scale, F: tl.constexpr):
+    """The highest s * scale of each row of s [M, N], for scale > 0. Below float32's range it is its lowest number."""
+    highest = tl.max(s, 1)
+    reference = highest * scale
+    if F.mask == "float":
+        reference = tl.where(highest == EMPTY_M, EMPTY_M, tl.maximum(reference, LOWEST))
+    return reference

@@ -98,6 +98,7 @@ BROKEN = {
 # The problems that show what the others never would.
 SHOWN_BY = {
     "V that a consumer passes over is not waited for": "passed over",
+    "messages do not wait for room": "far ahead",
     "parts overlap": "in parts",
     "a redo does not wait for the first pass": "done again",
     "V is cleaned by each as if alone": "done again",
@@ -126,6 +127,11 @@ def usual() -> Iterator[Problem]:
 def passed_over() -> Iterator[Problem]:
     """Some consumers see nothing of the first tiles of keys, and the rings are short."""
     yield from in_halves(256, 260, 300, {"causal": True})
+
+
+def far_ahead() -> Iterator[Problem]:
+    """Two row tiles whose K, V and Q fit on chip together, so that the producer is done before a message is read."""
+    yield from in_halves(64, 400, 520, {"window": (0, None), "q_start": 400})
 
 
 def in_halves(dim: int, len_q: int, len_k: int, options: dict[str, object]) -> Iterator[Problem]:
@@ -169,7 +175,7 @@ def masked() -> Iterator[Problem]:
 
 
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
-    "usual": usual, "passed over": passed_over, "done again": done_again, "in parts": in_parts,
+    "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
     "masked": masked,
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ class Ready:
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+_gradients: dict[tuple[Any, ...], dispatch.Gradients] = {}
 
 
 def problem_of(args: tuple[Any, ...]) -> tuple[Inputs, AttentionProblem]:
@@ -82,6 +83,23 @@ def prepared(args: Arguments) -> Ready:
         ready = Ready(problem, dispatch.prepare(problem, inputs, *allocate(problem, inputs), args[-1]))
         remember(_ready, key, ready)
     return ready
+
+
+def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, mask and sinks, from d_out, d_lse, out, lse, a call's arguments without the backend, what is needed.
+
+    What the shapes decide is worked out once, as for a call.
+    """
+    d_out, d_lse, out, lse, *rest, needs = args
+    if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
+        d_out = d_out.contiguous()
+    inputs, problem = problem_of(tuple(rest))
+    key = (problem, tuple(needs), *map(metadata, (*inputs, out, d_out)))
+    make = _gradients.get(key)
+    if make is None:
+        make = dispatch.prepare_gradients(problem, inputs, d_out, tuple(needs))
+        remember(_gradients, key, make)
+    return make(inputs, out, lse, d_out, d_lse)
 
 
 def known(args: Arguments) -> Ready | None:

@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from flashattn_lite import target as targets
-from flashattn_lite import tiled
+from flashattn_lite import tiled, tiled_backward
 from flashattn_lite.errors import BackendError, value_error
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 Run = Callable[[Inputs, Tensor, Tensor], None]
+Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], tiled_backward.Grads]  # (inputs, out, lse, d_out, d_lse)
 
 
 class Hopper:
@@ -152,6 +153,19 @@ def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor,
     """What fills out and lse by the chosen backend, for these tensors and any others of the same metadata."""
     target = targets.of(problem.device)
     return choose(problem, inputs, backend, BACKENDS).prepare(problem, inputs, out, lse, target)
+
+
+def prepare_gradients(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: tuple[bool, ...]) -> Gradients:
+    """What makes the gradients that are needed, for tensors of this metadata: Triton's kernels, else plain torch."""
+    target = targets.of(problem.device)
+    if not target.triton:
+        from flashattn_lite.kernels import backward_launch
+
+        if not backward_launch.why_not(problem, needs, target):
+            return backward_launch.prepare(problem, inputs, d_out, needs, target)
+    return lambda inputs, out, lse, d_out, d_lse: tiled_backward.backward(
+        problem, inputs, out, lse, d_out, d_lse, needs
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import calls, flops, tiled_backward
+from flashattn_lite import calls, flops
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
 
@@ -32,11 +32,16 @@ def longest(cu_seqlens: Tensor) -> int:
 def attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
     *given, backend = args
+    return calls.attention((*measured(given), backend))
+
+
+def measured(given: list[Any]) -> tuple[Any, ...]:
+    """A call's arguments without the backend; the longest sequences of a packed batch known."""
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
         if given[cu] is not None and given[at] is None:
             given[at] = longest(given[cu])
-    return calls.attention((*given, backend))
+    return tuple(given)
 
 
 def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
@@ -149,8 +154,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 def attention_backward(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, mask and sinks; an empty tensor where one is not needed."""
     d_out, d_lse, out, lse, *rest, needs = args
-    inputs, problem = problem_of(tuple(rest))
-    grads = tiled_backward.backward(problem, inputs, out, lse, d_out, d_lse, tuple(needs))
+    grads = calls.gradients(d_out, d_lse, out, lse, *measured(rest), needs)
     return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -181,7 +185,10 @@ def _gradients(
     d_out = torch.zeros_like(out) if d_out is None else d_out
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
     needs = [x is not None and need for x, need in zip(tensors, asked[:DIFFERENTIABLE], strict=False)]
-    grads = derivative(d_out, d_lse, out, lse, *tensors, *ctx.options, needs)
+    results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
+    # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
+    alone = not torch.is_grad_enabled() and calls.ordinary((*call, None)) and calls.plain(results, ())
+    grads = (calls.gradients if alone else derivative)(*results, *call, needs)
     returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return (*returned, *(None for _ in asked[DIFFERENTIABLE:]))
 

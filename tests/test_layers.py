@@ -20,7 +20,8 @@ ROOMS = [
     "kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "
     "kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
-    "kernels.softmax_launch kernels.attention kernels.attention_launch kernels.uncovered "
+    "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
+    "kernels.backward kernels.backward_launch "
     "kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode "
@@ -50,8 +51,12 @@ NEIGHBOURS = {
     ("kernels.tuning_hopper", "kernels.tuning"),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
+    ("kernels.attention", "kernels.attention_tiles"),
     ("kernels.attention_launch", "kernels.attention"),
     ("kernels.attention_launch", "kernels.uncovered"),
+    ("kernels.backward", "kernels.attention_tiles"),
+    ("kernels.backward_launch", "kernels.backward"),
+    ("kernels.backward_launch", "kernels.attention_launch"),
     ("kernels.attention_hopper_launch", "kernels.uncovered"),
     ("kernels.attention_hopper_launch", "kernels.attention_hopper"),
     ("kernels.attention_hopper_launch", "kernels.hopper_tasks"),

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.bounds import clamp_sequence, tile_start, visited_tiles
-from flashattn_lite.kernels.device.products import parts, product, product_of_any, transposed
-from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
+from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, query_key, sequence
+from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
+from flashattn_lite.kernels.device.products import parts, product
+from flashattn_lite.kernels.device.scores import row_maximum, to_log2
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
     EMPTY_M,
@@ -53,66 +54,6 @@ class Tile:
     TMA: bool  # K and V arrive as tensor descriptors
     MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
-
-
-@triton.jit
-def load_tile(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-              CHECK_ROWS: tl.constexpr):  # fmt: skip
-    """Rows start .. start + BLOCK of one head, [BLOCK, BLOCK_D]; what lies outside the tensor reads as 0.
-
-    src = (pointer or descriptor, batch, head, first row, strides). Without CHECK_ROWS the rows must exist.
-    """
-    if TMA:
-        return tl.reshape(src[0].load([src[1], src[2], src[3] + start, 0]), [BLOCK, BLOCK_D])
-    else:
-        offs = start + tl.arange(0, BLOCK)
-        offs_d = tl.arange(0, BLOCK_D)
-        base = src[0] + src[1].to(tl.int64) * src[4][0] + src[2].to(tl.int64) * src[4][1]
-        base += src[3].to(tl.int64) * src[4][2]
-        ptrs = base + offs.to(tl.int64)[:, None] * src[4][2] + offs_d.to(tl.int64)[None, :] * src[4][3]
-        if CHECK_ROWS and DIM != BLOCK_D:
-            return tl.load(ptrs, mask=(offs < rows)[:, None] & (offs_d < DIM)[None, :], other=0.0)
-        elif CHECK_ROWS:
-            return tl.load(ptrs, mask=(offs < rows)[:, None], other=0.0)
-        elif DIM != BLOCK_D:
-            return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
-        else:
-            return tl.load(ptrs)
-
-
-@triton.jit
-def mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T: tl.constexpr):
-    """[M, N] of a head's mask, [1, N] without MASK_ROWS; rows that are not there have the last one's."""
-    ptrs = mask_ptr + offs_n.to(tl.int64)[None, :] * args.mask_strides[3]
-    if T.MASK_ROWS:
-        ptrs += tl.minimum(offs_m, len_q - 1).to(tl.int64)[:, None] * args.mask_strides[2]
-    return tl.load(ptrs, mask=(offs_n < len_k)[None, :], other=0)
-
-
-@triton.jit
-def masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, EXACT: tl.constexpr,
-                  F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """(scores with -inf where a row may not look, and with a float mask added, the factor to log2 units)."""
-    seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
-    if F.mask == "bool":
-        seen = seen & (mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T) != 0)
-    if F.mask == "float":
-        s, scale = add_mask(s, scale, mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T), EXACT)
-    return tl.where(seen, s, float("-inf")), scale
-
-
-@triton.jit
-def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
-    """q k^T [M, N] of k [N, D]; q in parts where products are of parts.
-
-    Infinities in q and k then need ANY, which changes no other bits; without, a row that meets one becomes NaN.
-    """
-    if T.PRODUCTS != "parts":
-        return tl.dot(q, tl.trans(k), input_precision=T.PRODUCTS)
-    elif ANY:
-        return product_of_any(q, transposed(parts(k)))
-    else:
-        return product(q, transposed(parts(k)))
 
 
 @triton.jit
@@ -255,28 +196,16 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     h = pid // num_m % heads
     b = pid // num_m // heads
 
-    len_q, len_k = rows_q, rows_k
-    start_q, start_k = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    batch = b
-    if F.varlen:
-        batch = b * 0  # the sequences lie behind one another in one batch entry
-        cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b
-        start_q, len_q = clamp_sequence(tl.load(cu_q), tl.load(cu_q + 1), rows_q)
-        start_k, len_k = clamp_sequence(tl.load(cu_k), tl.load(cu_k + 1), rows_k)
+    batch, start_q, len_q, start_k, _, len_k, diag_lo, diag_hi = sequence(b, rows_q, rows_k, diag_lo, diag_hi, args, F)
     row_lo = block_m * T.BLOCK_M
     if row_lo >= len_q:
         return
-    if F.kv_lens:
-        len_k = tl.minimum(tl.maximum(tl.load(args.kv_lens_ptr + b), 0), len_k)
-    if F.end_aligned:
-        diag_lo += len_k - len_q
-        diag_hi += len_k - len_q
     q_src = (q_ptr, batch, h, start_q, q_strides)
     k = (k_src, batch, h // T.GROUP, start_k, k_strides)
     v = (v_src, batch, h // T.GROUP, start_k, v_strides)
     mask_ptr = args.mask_ptr
     if F.mask != "":
-        mask_ptr += b.to(tl.int64) * args.mask_strides[0] + h.to(tl.int64) * args.mask_strides[1]
+        mask_ptr = mask_of(b, h, args)
 
     offs_m = row_lo + tl.arange(0, T.BLOCK_M)
     row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)

@@ -105,6 +105,51 @@ def unaligned_tile(problem: AttentionProblem, target: Target) -> TileConfig:
     return attention_tile(problem, target)
 
 
+# The backward on sm_90, 16-bit dtypes: (largest padded head dim, tile of programs that own queries, that own keys).
+# Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048), short runs, ms at
+# 4k keys (128: 2k), full and causal; own x streamed rows, warps, stages.
+#   64, queries: 64x64 w4 s2 1.42 0.80; 128x64 w8 s3 1.42 1.06; 128x32 w4 s3 1.72 0.94; 128x128 w8 s2 2.01 1.10
+#   64, keys: 64x64 w4 s2 2.55 1.37; 128x32 w4 s3 2.32 1.43; 128x64 w8 s2 3.15 1.74; 64x128 w8 s2 5.58 3.27
+#   128, queries: 128x64 w8 s3 0.72 0.52; 64x64 w4 s2 0.77 0.48; 128x128 w8 s2 0.85 0.50; 64x32 w4 s3 0.89 0.54
+#   128, keys: 64x64 w4 s2 1.08 0.62; 64x32 w4 s3 1.13 0.67; 128x64 w8 s3 1.14 0.81; 128x32 w8 s3 1.35 0.80
+#   256, queries: 128x32 w8 s2 1.96 1.04; 64x32 w4 s2 2.30 1.27; 64x64 w8 s2 2.84 1.55
+#   256, keys: 64x64 w8 s2 4.46 2.16; 64x32 w8 s3 4.60 2.55; 64x32 w4 s2 12.2 6.23; 64x16 w8 s2 7.94 4.04
+# Streamed rows by pointers, not by TMA: 128, queries 0.82, keys 1.18; 64, queries 2.08, keys 3.16; 256 3.36 and 4.61.
+BACKWARD = (
+    (64, TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3)),
+    (128, TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2)),
+    (256, TileConfig(128, 32, 8, 2), TileConfig(64, 64, 8, 2)),
+)
+BACKWARD_ROWS = TileConfig(32, 32, 4, 1)  # of what it writes of each query row first; not tuned
+
+
+def backward_tile(problem: AttentionProblem, target: Target, keys: bool, piped: bool) -> TileConfig:
+    """The tile of the backward kernel that owns keys, or queries: BLOCK_M own rows, BLOCK_N streamed ones.
+
+    A function of head dims, dtype and GPU alone. `piped`: what is streamed can be read 16 bytes at a time.
+    """
+    if target.interpreting:
+        return TileConfig(32, 32, 4, 1)
+    if not piped:  # as for `unaligned_tile`
+        return TileConfig(32, 32, 2, 1)
+    if target.kind == "cuda" and target.arch == 90:
+        dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        return next(tiles[keys] for limit, *tiles in BACKWARD if dim <= limit)
+    config = TileConfig(64, 64, 4, 2)
+    row_bytes = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
+    limit = shared_bytes(target) - (4 << 10)
+    if target.is_cuda(100):  # whose compiler takes a third more than the tiles
+        limit = limit * 2 // 3
+    while (config.block_m + config.num_stages * config.block_n) * row_bytes > limit:
+        if config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m > 32:
+            config = replace(config, block_m=config.block_m // 2)
+        else:
+            config = replace(config, block_n=config.block_n // 2)
+    return config
+
+
 def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> TileConfig:
     """The config with fewer stages, then fewer keys, then fewer rows, until Q and the K/V stages fit on chip."""
     limit = shared_bytes(target)

@@ -1,0 +1,327 @@
+"""The portable attention backward in Triton: the kernels; `backward_launch.py` starts them.
+
+With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - d_lse and dS = P * (dP - delta), each pair of a query and a
+key adds to dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q. Both sides are one kernel, `backward_kernel`: a program
+owns rows a, b and streams all rows c, d that they meet,
+
+    KEYS:  a, b = K, V    c, d = Q, dO    S^T = a c^T, dP^T = b d^T    dK += dS^T c, dV += P^T d
+    else:  a, b = Q, dO   c, d = K, V     S = a c^T,   dP = b d^T      dQ += dS c
+
+so every gradient is summed by one program, in one order: no atomics, the same bits whatever else is there. S and dP are
+made twice for that, seven products for five. Before, `rows_kernel` writes what P and dS need of each query row.
+Bytes moved: c and d once for every tile of own rows, mostly from L2, all else once.
+
+What is not finite gets no further than it may. A query row is bad if its q, dO, lse or delta is not finite: its
+reference is NaN then, and so is all that it enters. But in the sums over c and d 0 * NaN is NaN, also where a row is
+not seen. So a program whose gradients are not all finite says so in `failed`, and a second launch, CAREFUL, makes those
+once more without the bad rows of c and d: what sees one of them is NaN, the other rows' bits are the same. (In the same
+launch that code took registers from the usual way: 140 a thread became 255, head dim 64.)
+Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, query_key, sequence
+from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
+from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
+from flashattn_lite.problem import Features
+
+COARSE: tl.constexpr = tl.constexpr(256.0)  # of |lse| in log2 units: P is then off by 1e-5, relative
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Compile-time shape of one program of backward_kernel."""
+
+    KEYS: bool  # it owns keys of a key/value head and streams the queries of the head's group; else the reverse
+    SEEN: Features  # as its own rows see what it streams: of keys, left and right change places
+    BLOCK_M: int  # rows that it owns
+    BLOCK_N: int  # rows of a tile that it streams
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    TMA: bool  # c and d arrive as tensor descriptors
+    CAREFUL: bool = False  # the launch that does again what failed
+
+    @property
+    def HEADS(self) -> int:
+        """Heads whose rows it streams."""
+        return self.GROUP if self.KEYS else 1
+
+
+@triton.jit
+def not_finite(x):
+    """[R] int32: rows of x [R, D] with an infinity or NaN."""
+    return (tl.sum(x.to(tl.float32) * 0.0, 1) != 0.0).to(tl.int32)
+
+
+@triton.jit
+def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, len_k, diag_lo, diag_hi, args,
+                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """(m_i, log2 l) of rows, anew where lse, a float32, says m + log2 l less well than P needs it; else as given.
+
+    A float mask can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores are rounded as
+    `weights_of` rounds them.
+    """
+    coarse = (tl.abs(m_i) > COARSE) & (offs_m < len_q)
+    if tl.max(coarse.to(tl.int32), 0) > 0:
+        row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
+        visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+        m_new = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
+        l_new = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
+        for i in tl.range(0, visit[0], num_stages=1):
+            start_n = visit[3] + i * T.BLOCK_N  # in any order
+            k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, False, True)
+            s = query_key(q, k, True, T)  # [M, N]
+            scale = args.scale_log2
+            if F.scale_first:
+                s = to_log2(s, args.scale_log2, args.softcap, F)
+                scale = 1.0
+            offs_n = start_n + tl.arange(0, T.BLOCK_N)
+            s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
+                                     T)  # fmt: skip
+            s = s * scale
+            m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, 1.0, F)), s, 1.0)
+        if F.sinks:
+            m_new, l_new, _, _ = merge(m_new, l_new, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+        m_i = tl.where(coarse, reference(m_new), m_i)
+        log_l = tl.where(coarse, tl.log2(l_new), log_l)
+    return m_i, log_l
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
+def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, log_l_ptr, delta_ptr, d_sink_ptr,
+                q_strides, k_strides, o_strides, d_out_strides, stride_lb, stride_lh, num_m, rows_q, rows_k, diag_lo,
+                diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Of each query row: m_i, the reference of P in log2 units, and delta; log2 l with a float mask, else part of m_i;
+
+    with sinks what it adds to their gradient. A program owns BLOCK_M rows of a head.
+    """
+    pid = tl.program_id(0)
+    h, b = pid // num_m % heads, pid // num_m // heads
+    batch, start_q, len_q, start_k, _, len_k, diag_lo, diag_hi = sequence(b, rows_q, rows_k, diag_lo, diag_hi, args, F)
+    row_lo = pid % num_m * T.BLOCK_M
+    if row_lo >= len_q:
+        return
+    offs_m = row_lo + tl.arange(0, T.BLOCK_M)
+    exists = offs_m < len_q
+    q = load_tile((q_ptr, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)
+    out = load_tile((out_ptr, batch, h, start_q, o_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
+                    True)  # fmt: skip
+    d_out = load_tile((d_out_ptr, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                      False, True)  # fmt: skip
+    at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + start_q + offs_m
+    delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    delta -= tl.load(d_lse_ptr + at, mask=exists, other=0.0)
+    m_i = reference(tl.load(lse_ptr + at, mask=exists, other=0.0) * LOG2E)
+    bad = (not_finite(q) | not_finite(d_out)) != 0
+    bad |= (tl.abs(m_i) < float("inf")) == 0
+    bad |= (tl.abs(delta) < float("inf")) == 0
+
+    log_l = tl.zeros_like(m_i)
+    sink = tl.zeros_like(m_i)
+    if F.sinks:
+        sink += tl.load(args.sinks_ptr + h).to(tl.float32) * LOG2E
+    if F.mask == "float":
+        k_src = (k_ptr, batch, h // T.GROUP, start_k, k_strides)
+        m_new, log_l = counted_anew(tl.where(bad, 0.0, m_i), log_l, q, k_src, mask_of(b, h, args), sink, offs_m,
+                                    row_lo, len_q, len_k, diag_lo, diag_hi, args, F, T)  # fmt: skip
+        m_i = tl.where(bad, m_i, m_new)
+        tl.store(log_l_ptr + at, log_l, mask=exists)
+    if F.sinks:  # one more key of value 0, whose dS is -p * delta
+        tl.store(d_sink_ptr + at, -tl.exp2(sink - m_i - log_l) * delta, mask=exists)
+    tl.store(m_ptr + at, tl.where(bad, float("nan"), m_i), mask=exists)
+    tl.store(delta_ptr + at, delta, mask=exists)
+
+
+@triton.jit
+def numbers_of(rows, offs, exists, F: tl.constexpr):
+    """(m_i, log2 l, delta) of query rows as rows_kernel left them; rows = where they are."""
+    m_i = tl.load(rows[0] + offs, mask=exists, other=0.0)
+    delta = tl.load(rows[2] + offs, mask=exists, other=0.0)
+    log_l = tl.zeros_like(m_i)
+    if F.mask == "float":
+        log_l = tl.load(rows[1] + offs, mask=exists, other=0.0)
+    return m_i, log_l, delta
+
+
+@triton.jit
+def weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_hi, args, WHOLE: tl.constexpr,
+               F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """(P [M, N], which pairs are seen, d of the capped score by the score) from products s of own and streamed rows.
+
+    m_i, log_l: [M, 1], or [1, N] where queries are streamed. mask = (where it begins, own and streamed strides).
+    """
+    scale, slope = args.scale_log2, 1.0
+    if F.scale_first:
+        s = to_log2(s, args.scale_log2, args.softcap, F)
+        scale = 1.0
+        if F.softcap:
+            capped = s / (args.softcap * LOG2E)
+            slope = 1.0 - capped * capped
+    if WHOLE:
+        seen = True
+        p = tl.exp2(tl.fma(s, scale, -m_i))
+    else:
+        SEEN: tl.constexpr = T.SEEN
+        seen = visible(offs_m, offs_n, len_n, diag_lo, diag_hi, SEEN)  # [M, N]
+        if F.mask != "":
+            ptrs = mask[0] + offs_m.to(tl.int64)[:, None] * mask[1] + offs_n.to(tl.int64)[None, :] * mask[2]
+            bias = tl.load(ptrs, mask=(offs_m < len_m)[:, None] & (offs_n < len_n)[None, :], other=0)
+        if F.mask == "bool":
+            seen = seen & (bias != 0)
+        if F.mask == "float":
+            seen = seen & (bias != float("-inf"))
+            s, scale = add_mask(s, scale, bias, True)
+            p = tl.exp2(s * scale - m_i - log_l)
+        else:
+            p = tl.exp2(tl.fma(s, scale, -m_i))
+        p = tl.where(seen, p, 0.0)
+    return p, seen, slope
+
+
+@triton.jit
+def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask, first, last, visit, offs_m, len_m, len_n, diag_lo,
+              diag_hi, args, WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Adds the tiles first <= i < last of a visit to the gradients of own rows; WHOLE: all pairs in them are seen.
+
+    CAREFUL: without bad rows of what is streamed; own rows that see one are poisoned.
+    """
+    for i in tl.range(first, last):
+        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
+        offs_n = start_n + tl.arange(0, T.BLOCK_N)
+        c = load_tile(streamed[0], start_n, len_n, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not WHOLE)
+        d = load_tile(streamed[1], start_n, len_n, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not WHOLE)
+        m_i, log_l, delta = own_rows
+        if T.KEYS:
+            m_i, log_l, delta = numbers_of(rows, offs_n, offs_n < len_n, F)
+        if T.CAREFUL:
+            bad = not_finite(c) | not_finite(d)
+            if T.KEYS:
+                bad |= (m_i != m_i).to(tl.int32)
+            c = tl.where((bad != 0)[:, None], 0.0, c).to(c.dtype)
+            d = tl.where((bad != 0)[:, None], 0.0, d).to(d.dtype)
+        if T.KEYS:
+            m_i, log_l, delta = m_i[None, :], log_l[None, :], delta[None, :]
+        s = tl.dot(own[0], tl.trans(c), input_precision="ieee")  # [M, N]
+        p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_hi, args, WHOLE, F,
+                                    T)  # fmt: skip
+        ds = p * (tl.dot(own[1], tl.trans(d), input_precision="ieee") - delta) * slope
+        if not WHOLE:
+            ds = tl.where(seen, ds, 0.0)
+        if T.CAREFUL:
+            good = (bad == 0)[None, :]
+            poisoned |= tl.max((seen & (bad != 0)[None, :]).to(tl.int32), 1)
+            p, ds = tl.where(good, p, 0.0), tl.where(good, ds, 0.0)
+        ga = tl.dot(ds.to(c.dtype), c, ga, input_precision="ieee")
+        if T.KEYS:
+            gb = tl.dot(p.to(d.dtype), d, gb, input_precision="ieee")
+    return ga, gb, poisoned
+
+
+@triton.jit
+def gradients(own, own_rows, c_src, d_src, rows, place, visit, offs_m, len_m, len_n, diag_lo, diag_hi, args,
+              F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """(ga [M, D], gb [M, Dv], poisoned [M]) of own rows over all that they see.
+
+    c_src, d_src: as load_tile takes them, of the first head that is streamed; place = (batch, query head, where rows of
+    head 0 begin, stride of a head there).
+    """
+    ga = tl.full([T.BLOCK_M, T.BLOCK_D], 0.0, tl.float32)
+    gb = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
+    poisoned = tl.full([T.BLOCK_M], 0, tl.int32)
+    for g in tl.range(0, T.HEADS):
+        streamed = ((c_src[0], c_src[1], c_src[2] + g, c_src[3], c_src[4]),
+                    (d_src[0], d_src[1], d_src[2] + g, d_src[3], d_src[4]))  # fmt: skip
+        at = place[2] + (place[1] + g).to(tl.int64) * place[3]
+        of_head = (rows[0] + at, rows[1] + at, rows[2] + at)
+        mask = (args.mask_ptr, 0, 0)
+        if F.mask != "":
+            mask_ptr = mask_of(place[0], place[1] + g, args)
+            if T.KEYS:
+                mask = (mask_ptr, args.mask_strides[3], args.mask_strides[2])
+            else:
+                mask = (mask_ptr, args.mask_strides[2], args.mask_strides[3])
+        edges = visit[0] if T.CAREFUL else visit[1]
+        ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask, 0, edges, visit, offs_m,
+                                     len_m, len_n, diag_lo, diag_hi, args, False, F, T)  # fmt: skip
+        if F.mask == "" and not T.CAREFUL:
+            ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask, edges, visit[0],
+                                         visit, offs_m, len_m, len_n, diag_lo, diag_hi, args, True, F, T)  # fmt: skip
+    return ga, gb, poisoned
+
+
+@triton.jit
+def leave(g, poisoned, g_ptr, place, strides, offs_m, len_m, room, DIM: tl.constexpr, BLOCK: tl.constexpr,
+          CAREFUL: tl.constexpr):  # fmt: skip
+    """Writes rows of a gradient [M, BLOCK]; keys that are there but not in use get 0. place = (entry, head, row)."""
+    offs_d = tl.arange(0, BLOCK)
+    if CAREFUL:
+        g = tl.where((poisoned != 0)[:, None], float("nan"), g)
+    g = tl.where((offs_m < len_m)[:, None], g, 0.0)
+    ptr = g_ptr + place[0].to(tl.int64) * strides[0] + place[1].to(tl.int64) * strides[1]
+    ptrs = ptr + (place[2] + offs_m).to(tl.int64)[:, None] * strides[2] + offs_d.to(tl.int64)[None, :] * strides[3]
+    tl.store(ptrs, g.to(g_ptr.dtype.element_ty), mask=(offs_m < room)[:, None] & (offs_d < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
+def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
+                    b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, num_m, rows_q,
+                    rows_k, diag_lo, diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    pid = tl.program_id(0)
+    block_m = pid % num_m
+    if T.SEEN.right:  # who sees most goes first
+        block_m = num_m - 1 - block_m
+    h, b = pid // num_m % heads, pid // num_m // heads  # own head
+    batch, start_q, len_q, start_k, room, len_k, diag_lo, diag_hi = sequence(b, rows_q, rows_k, diag_lo, diag_hi, args,
+                                                                             F)  # fmt: skip
+    if T.KEYS:
+        start_m, len_m, start_n, len_n, first = start_k, len_k, start_q, len_q, h * T.GROUP
+        diag_lo, diag_hi = -diag_hi, -diag_lo
+        query_head = first
+    else:
+        start_m, len_m, room, start_n, len_n, first = start_q, len_q, len_q, start_k, len_k, h // T.GROUP
+        query_head = h
+    row_lo = block_m * T.BLOCK_M
+    if row_lo >= room:
+        return
+    offs_m = row_lo + tl.arange(0, T.BLOCK_M)
+    failed_ptrs = failed_ptr + pid.to(tl.int64) * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
+    if T.CAREFUL and tl.max(tl.load(failed_ptrs, mask=offs_m < len_m, other=0), 0) == 0:
+        return
+    own = (
+        load_tile((a_ptr, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True),
+        load_tile((b_ptr, batch, h, start_m, b_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
+                  True),
+    )  # fmt: skip
+    c, d = (c_src, batch, first, start_n, c_strides), (d_src, batch, first, start_n, d_strides)
+    rows = (m_ptr, log_l_ptr, delta_ptr)
+    place = (b, query_head, batch.to(tl.int64) * stride_lb + start_q, stride_lh)
+    at = place[2] + query_head.to(tl.int64) * stride_lh
+    own_rows = (0, 0, 0)
+    if not T.KEYS:
+        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_m, F)
+        own_rows = (m_i[:, None], log_l[:, None], delta[:, None])
+    row_hi = tl.maximum(tl.minimum(row_lo + T.BLOCK_M, len_m), row_lo)
+    SEEN: tl.constexpr = T.SEEN
+    visit = visited_tiles(row_lo, row_hi, tl.where(row_lo < len_m, len_n, 0), diag_lo, diag_hi, T.BLOCK_N, SEEN)
+
+    to = (batch, h, start_m)
+    ga, gb, poisoned = gradients(own, own_rows, c, d, rows, place, visit, offs_m, len_m, len_n, diag_lo, diag_hi, args,
+                                 F, T)  # fmt: skip
+    bad = not_finite(ga)
+    ga *= args.scale_log2 * LN2
+    leave(ga, poisoned, ga_ptr, to, ga_strides, offs_m, len_m, room, T.HEAD_DIM, T.BLOCK_D, T.CAREFUL)
+    if T.KEYS:
+        bad |= not_finite(gb)
+        leave(gb, poisoned, gb_ptr, to, gb_strides, offs_m, len_m, room, T.HEAD_DIM_V, T.BLOCK_DV, T.CAREFUL)
+    if not T.CAREFUL:
+        tl.store(failed_ptrs, bad)

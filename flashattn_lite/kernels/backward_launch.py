@@ -1,0 +1,203 @@
+"""Starting the portable attention backward: when it fits, its arguments, the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashattn_lite.kernels import attention_launch
+from flashattn_lite.kernels.attention_launch import descriptor, has_tma, tile_of
+from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
+from flashattn_lite.kernels.descriptors import Descriptors
+from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
+from flashattn_lite.kernels.start import Starter, on
+from flashattn_lite.kernels.tuning import BACKWARD_ROWS, TileConfig, backward_tile, padded
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.target import Target
+
+Pair = tuple[Tensor, Tensor]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Run = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
+Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
+
+
+def why_not(problem: AttentionProblem, needs: Sequence[bool], target: Target) -> list[str]:
+    """Reasons why these kernels can't take the gradients that a problem needs; empty if they can."""
+    reasons = attention_launch.why_not(problem, target)
+    if problem.dtype == torch.float32 and not target.interpreting:
+        reasons.append("gradients of float32 are torch's own products")
+    if problem.features.mask == "float" and needs[3]:
+        reasons.append("the gradient of a mask is a sum over all that it is broadcast to")
+    return reasons
+
+
+def prepare(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target) -> Run:
+    """What makes the gradients of q, k, v and sinks, for tensors of this metadata; None where `needs` says so."""
+    if target.interpreting:
+        return lambda *tensors: interpret(problem, needs, target, *tensors)
+    return Call(problem, inputs, d_out, needs, target)
+
+
+def interpret(
+    problem: AttentionProblem,
+    needs: Sequence[bool],
+    target: Target,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+) -> Grads:
+    """The gradients through Triton's interpreter."""
+    given, dtype = inputs, problem.dtype
+    if dtype == torch.bfloat16:
+        # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
+        problem = replace(problem, dtype=torch.float32)
+        inputs = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+        out, d_out = out.float(), d_out.float()
+    call = Call(problem, inputs, d_out, needs, target)
+    grads, rows = call.allocate(inputs, lse)
+    for start, args in call.launches(inputs, out, lse, d_out, d_lse.contiguous(), grads, rows):
+        if start.grid[0]:
+            with numpy_errors_off():
+                start.kernel[start.grid](*args, **start.options)
+    done = call.wanted(inputs, grads, rows)
+    dq, dk, dv, d_mask, d_sinks = (g if g is None else g.to(x.dtype) for g, x in zip(done, given, strict=False))
+    return dq, dk, dv, d_mask, d_sinks
+
+
+class Rows:
+    """What rows_kernel leaves of each query row, float32 in the shape of lse."""
+
+    def __init__(self, problem: AttentionProblem, lse: Tensor) -> None:
+        features = problem.features
+        self.m, self.delta = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+        # Where nobody asks for them, another's.
+        self.log_l = torch.empty_like(self.m) if features.mask == "float" else self.m
+        self.d_sink = torch.zeros_like(self.m) if features.sinks else self.m  # rows that no sequence covers add nothing
+        self.strides = (0, lse.shape[1]) if features.varlen else (lse.shape[1] * lse.shape[2], lse.shape[2])
+
+
+class Side:
+    """The launches for the rows that programs own, queries or keys: the usual one, and the one with care."""
+
+    def __init__(self, problem: AttentionProblem, keys: bool, streamed: Pair, target: Target) -> None:
+        self.keys, self.features = keys, problem.features
+        packed = self.features.varlen
+        tma = has_tma(target) and all(map(takes_tma, streamed))
+        config = backward_tile(problem, target, keys, piped=tma or all(map(vectorised, streamed)))
+        self.tile = backward_shape(problem, keys, config, tma)
+        heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
+        self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
+        self.blocks = self.num_m * heads * problem.batch
+        self.starts = [Starter(backward_kernel, self.blocks, options_of(config)) for _ in range(2)]
+        self.descriptors = None
+        if tma:
+            shapes = zip(streamed, (self.tile.BLOCK_D, self.tile.BLOCK_DV), strict=True)
+            self.descriptors = Descriptors(*(descriptor(x, [config.block_n, width], packed) for x, width in shapes))
+
+    def launches(
+        self, own: Pair, streamed: Pair, grads: Pair, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
+    ) -> Launches:
+        """With their arguments. grads: of own rows, the same one twice where there is one."""
+        lent = self.descriptors.lend(*streamed) if self.descriptors else streamed
+        failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
+        steps = (strides(x, self.features.varlen) for x in (*own, *streamed, *grads))
+        args = (*own, *lent, *grads, failed, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
+        args += (self.num_m, *lengths, self.heads, scores, self.features)
+        for start, careful in zip(self.starts, (False, True), strict=True):
+            yield start, (*args, replace(self.tile, CAREFUL=careful))
+        if self.descriptors:
+            self.descriptors.take_back(lent)
+
+
+class Call:
+    """Gradients ready to be made: `call(inputs, out, lse, d_out, d_lse)`, for all tensors of the same metadata."""
+
+    def __init__(
+        self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target
+    ) -> None:
+        self.problem, self.needs = problem, tuple(needs)
+        q, k = inputs.q, inputs.k
+        rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.features.varlen else (problem.len_q, problem.len_k)
+        self.lengths = (rows_q, rows_k, problem.diag_lo, problem.diag_hi)
+        self.tile = tile_of(problem, inputs, target, BACKWARD_ROWS, tma=False)
+        self.num_m = triton.cdiv(problem.len_q, BACKWARD_ROWS.block_m)
+        blocks = self.num_m * problem.heads_q * problem.batch
+        self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
+        self.sides = []
+        if needs[0]:
+            self.sides.append(Side(problem, False, (inputs.k, inputs.v), target))
+        if needs[1] or needs[2]:
+            self.sides.append(Side(problem, True, (inputs.q, d_out), target))
+
+    def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
+        """Gradients of q, k and v to be filled, and what the launches say to each other."""
+        make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
+        dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+        return (dq, dk, dv), Rows(self.problem, lse)
+
+    def launches(
+        self,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+        rows: Rows,
+    ) -> Launches:
+        """In their order, with their arguments. lse and d_lse are contiguous."""
+        problem, scores = self.problem, score_args(self.problem, inputs)
+        q, k, v = inputs[:3]
+        steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
+        args = (q, k, out, d_out, lse, d_lse, rows.m, rows.log_l, rows.delta, rows.d_sink, *steps, *rows.strides)
+        yield self.start, (*args, self.num_m, *self.lengths, problem.heads_q, scores, problem.features, self.tile)
+        dq, dk, dv = grads
+        for side in self.sides:
+            own, streamed, of_own = ((k, v), (q, d_out), (dk, dv)) if side.keys else ((q, d_out), (k, v), (dq, dq))
+            yield from side.launches(own, streamed, of_own, rows, self.lengths, scores)
+
+    def wanted(self, inputs: Inputs, grads: tuple[Tensor, Tensor, Tensor], rows: Rows) -> Grads:
+        """What was asked for, of filled gradients."""
+        dq, dk, dv = (grad if need else None for grad, need in zip(grads, self.needs, strict=False))
+        d_sinks = None
+        if inputs.sinks is not None and self.needs[4]:
+            d_sinks = rows.d_sink.sum(1 if self.problem.features.varlen else (0, 2)).to(inputs.sinks.dtype)
+        return dq, dk, dv, None, d_sinks
+
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Grads:
+        grads, rows = self.allocate(inputs, lse)
+        on(lse.device, self._launch, inputs, out, lse, d_out, d_lse.contiguous(), grads, rows)
+        return self.wanted(inputs, grads, rows)
+
+    def _launch(self, *tensors: Any) -> None:
+        for start, args in self.launches(*tensors):
+            if start.grid[0]:
+                start(args)
+
+
+def options_of(config: TileConfig) -> dict[str, Any]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+
+
+def backward_shape(problem: AttentionProblem, keys: bool, config: TileConfig, tma: bool) -> BackwardTile:
+    features = problem.features
+    return BackwardTile(
+        KEYS=keys,
+        SEEN=replace(features, left=features.right, right=features.left) if keys else features,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        GROUP=problem.group,
+        TMA=tma,
+    )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from benchmarks import attention, host_time, packed, packed_providers, provenance, providers, tables
+from benchmarks import attention, backward, host_time, packed, packed_providers, provenance, providers, tables
 from flashattn_lite import target
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
@@ -36,6 +36,17 @@ def test_providers_compute_the_same(name, causal):
     with provider.setting():
         out = provider.call(q, k, v, causal)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+
+@pytest.mark.parametrize("name", ["flashattn_lite", "sdpa-flash"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_checked_before_they_are_timed(name, causal):
+    qkv = tuple(torch.randn(2, 2, 30, 16) for _ in range(3))
+    provider, d_out = providers.PROVIDERS[name](), torch.randn(2, 2, 30, 16)
+    with provider.setting():
+        right, wrong = (backward.by_autograd(provider, qkv, d_out, c)() for c in (causal, not causal))
+    assert backward.relative_error(right, qkv, d_out, causal) < 1e-6
+    assert backward.relative_error(wrong, qkv, d_out, causal) > 0.1
 
 
 PACKING = packed_providers.pack((3, 1, 7), "cpu")

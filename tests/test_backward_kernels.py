@@ -258,6 +258,7 @@ def test_who_makes_the_gradients(device, interpreting):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu(device):
     q, k, v = (x[0].transpose(0, 1).contiguous().requires_grad_() for x in tensors_of(device, torch.bfloat16))
     cu_q, cu_k = (torch.tensor([0, 30, n], dtype=torch.int32, device=device) for n in LENGTHS)

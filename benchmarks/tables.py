@@ -244,6 +244,25 @@ def shapes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def backward(rows: Sequence[Row]) -> list[str]:
+    """TFLOP/s of the backward (to torch's flash backward, to cuDNN's, to FlashAttention-3's)."""
+    cells = speeds(rows, "tflops", "head_dim", "causal", "len_q")
+    lengths = sorted({length for _, _, length in cells}, key=int)
+    lines = header("bf16", *lengths)
+    for dim, causal in dict.fromkeys(key[:2] for key in cells):
+        texts = []
+        for length in lengths:
+            cell = cells[dim, causal, length]
+            to_each = (f"{cell[OURS] / cell[rival]:.2f}" for rival in ("sdpa-flash", "sdpa-cudnn", "fa3"))
+            texts.append(f"{cell[OURS]:.0f} ({', '.join(to_each)})")
+        lines.append(line(f"d{dim} {kind(causal)}", *texts))
+    means = (geometric_mean(cell[OURS] / cell[rival] for cell in cells.values())
+             for rival in ("sdpa-flash", "sdpa-cudnn", "fa3"))  # fmt: skip
+    of_flash, of_cudnn, of_fa3 = (f"{mean:.2f}" for mean in means)
+    lines.append(f"{of_flash} of torch's flash backward, {of_cudnn} of cuDNN's, {of_fa3} of FA3's: {len(cells)} cells")
+    return lines
+
+
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
     "attention_each": attention_each,
@@ -254,6 +273,7 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode": lambda read: decode(read("decode")),
     "decode_each": decode_each,
     "shapes": lambda read: shapes(read("shapes")),
+    "backward": lambda read: backward(read("backward")),
 }
 
 

@@ -124,7 +124,7 @@ def attention_varlen(
         out `(total_q, Hq, Dv)`, or `(out, lse)` with lse float32 `(Hq, total_q)`. A row that sees no key, and a row
         that no sequence covers, has out 0 and lse -inf.
 
-    Numerics, gradients: as `attention`; the backward pass reads cu_seqlens on the host.
+    Numerics, gradients: as `attention`; where plain torch makes them, it reads cu_seqlens on the host.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.

@@ -97,6 +97,25 @@ def test_the_readme_has_the_results():
     assert f"causal, 512 keys ({tables.to_best(cells[furthest]):.2f})" in text
 
 
+def test_the_readme_has_the_backward():
+    rows = tables.results()("backward")
+    assert f"{tables.backward(rows)[-1].partition(' of ')[0]} of torch's flash backward in the mean of" in README
+    cells = tables.speeds(rows, "tflops", "head_dim", "causal", "len_q").values()
+    cudnn, fa3 = (f"{tables.geometric_mean(c['flashattn_lite'] / c[name] for c in cells):.2f}"
+                  for name in ("sdpa-cudnn", "fa3"))  # fmt: skip
+    assert f"in the mean of {len(cells)} shapes, {cudnn} of cuDNN's,\n  {fa3} of FlashAttention-3's" in README
+    assert {row["commit"] for row in rows} == set(re.findall(r"of FlashAttention-3's \(commit (\w+)\)\.", README))
+
+
+def test_the_readme_has_masks():
+    rows = [row for row in tables.results()("shapes") if re.search("mask|padded|bias", row["shape"])]
+    cells = tables.speeds(rows, "us", "shape").values()
+    ours = between([min(tables.rivals(cell).values()) / cell["flashattn_lite"] for cell in cells])
+    assert len(cells) == 4
+    assert f"With masks of booleans or numbers, {ours} of cuDNN at four shapes of models (commit " in README
+    assert {row["commit"] for row in rows} == set(re.findall(r"at four shapes of models \(commit (\w+)\)\.", README))
+
+
 def test_the_readme_has_packed_host_time_decoding_and_softmax():
     text = README
     read = tables.results()

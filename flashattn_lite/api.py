@@ -292,7 +292,8 @@ def explain(
 
     Returns:
         An `Explanation`: `.backend`, `.tile`, `.target`, `.reasons` (a dict of lists, empty where a backend would
-        run); `print` shows it as a table.
+        run), `.gradients` (why plain torch would make them, of the tensors that require one, else of q, k and v;
+        empty where Triton's kernels would); `print` shows it as a table.
 
     Raises:
         What `attention` would raise for these arguments.

@@ -155,37 +155,54 @@ def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor,
     return choose(problem, inputs, backend, BACKENDS).prepare(problem, inputs, out, lse, target)
 
 
+def why_no_kernel(problem: AttentionProblem, needs: tuple[bool, ...]) -> list[str]:
+    """Why Triton's kernels would not make the gradients that are needed, of q, k, v, mask, sinks; empty: they would."""
+    target = targets.of(problem.device)
+    if target.triton:
+        return [target.triton]
+    from flashattn_lite.kernels import backward_launch
+
+    return backward_launch.why_not(problem, needs, target)
+
+
 def prepare_gradients(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: tuple[bool, ...]) -> Gradients:
     """What makes the gradients that are needed, for tensors of this metadata: Triton's kernels, else plain torch."""
-    target = targets.of(problem.device)
-    if not target.triton:
-        from flashattn_lite.kernels import backward_launch
+    if why_no_kernel(problem, needs):
+        return lambda inputs, out, lse, d_out, d_lse: tiled_backward.backward(
+            problem, inputs, out, lse, d_out, d_lse, needs
+        )
+    from flashattn_lite.kernels import backward_launch
 
-        if not backward_launch.why_not(problem, needs, target):
-            return backward_launch.prepare(problem, inputs, d_out, needs, target)
-    return lambda inputs, out, lse, d_out, d_lse: tiled_backward.backward(
-        problem, inputs, out, lse, d_out, d_lse, needs
-    )
+    return backward_launch.prepare(problem, inputs, d_out, needs, targets.of(problem.device))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run, and why nothing before or after it would. `str()` gives the table."""
+    """What would run, and why nothing before or after it would. `str()` gives the table.
+
+    `gradients`: why plain torch would make them, not Triton's kernels (empty: they would); None where there are none.
+    """
 
     backend: str
     tile: Any
     target: Target
     reasons: dict[str, list[str]]
+    gradients: list[str] | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.backend} on {self.target.name}: {self.tile}"]
         for name, why in self.reasons.items():
             if name != self.backend:
                 lines.append(f"  {name}: {'; '.join(why) if why else 'would run too, but comes later in preference'}")
+        if self.gradients is not None:
+            by = f"in plain torch: {'; '.join(self.gradients)}" if self.gradients else "by Triton's kernels"
+            lines.append(f"  gradients {by}")
         return "\n".join(lines)
 
 
 def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
     chosen = choose(problem, inputs, backend, BACKENDS)
     target = targets.of(problem.device)
-    return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem, inputs))
+    asked = tuple(x is not None and x.requires_grad for x in inputs[:5])
+    gradients = why_no_kernel(problem, asked if any(asked) else (True, True, True, False, inputs.sinks is not None))
+    return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem, inputs), gradients)

@@ -252,6 +252,9 @@ def test_who_makes_the_gradients(device, interpreting):
     assert "float64" in backward_launch.why_not(double, all_three, target)[0]
     single, _ = problem_and_inputs(tensors_of(device, torch.float32), {})
     assert bool(backward_launch.why_not(single, all_three, target)) != interpreting
+    assert "gradients by Triton's kernels" in str(fa.explain(*inputs[:3]))
+    asking = torch.zeros(LENGTHS, device=device, requires_grad=True)
+    assert fa.explain(*inputs[:3], mask=asking).gradients == dispatch.why_no_kernel(masked, (True,) * 4 + (False,))
     run = dispatch.prepare_gradients(masked, mask, inputs.q, (True, True, True, True, False))
     out, lse = fa.attention(*inputs[:3], mask=mask.mask, return_lse=True)
     assert run(mask, out, lse, torch.ones_like(out), torch.zeros_like(lse))[3] is not None

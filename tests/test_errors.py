@@ -159,5 +159,7 @@ def test_explain_says_what_runs_and_why_not():
     assert explanation.reasons["tiled"] == []
     assert "tiled on cpu" in str(explanation)
     assert "triton:" in str(explanation)
+    assert explanation.gradients == explanation.reasons["triton"]
+    assert f"gradients in plain torch: {explanation.gradients[0]}" in str(explanation)
     with pytest.raises(ValueError, match="scale: must be finite"):
         fa.explain(Q, K, V, scale=float("nan"))

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, query_key, sequence
+from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, scores, sequence
 from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
 from flashattn_lite.kernels.device.products import parts, product
-from flashattn_lite.kernels.device.scores import row_maximum, to_log2
+from flashattn_lite.kernels.device.scores import row_maximum
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
     EMPTY_M,
@@ -76,11 +76,7 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
     for i in tl.range(first, last):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not FIXED)
-        s = query_key(q, k, False, T)  # [M, N]
-        scale = args.scale_log2
-        if F.scale_first:
-            s = to_log2(s, args.scale_log2, args.softcap, F)
-            scale = 1.0
+        s, scale = scores(q, k, False, args, F, T)  # [M, N]
         if FIXED:
             l_i, p = update_fixed(m_i, l_i, s, scale)
         else:
@@ -108,11 +104,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
     for i in tl.range(0, visit[0]):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, True)
-        s = query_key(q, k, True, T)  # [M, N]
-        scale = args.scale_log2
-        if F.scale_first:
-            s = to_log2(s, args.scale_log2, args.softcap, F)
-            scale = 1.0
+        s, scale = scores(q, k, True, args, F, T)  # [M, N]
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
         s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F, T)
         s = tl.where(exact == 1, s * scale, s)

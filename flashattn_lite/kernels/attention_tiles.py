@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.device.products import parts, product, product_of_any, transposed
-from flashattn_lite.kernels.device.scores import add_mask, visible
+from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 
 
 @triton.jit
@@ -96,3 +96,14 @@ def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
         return product_of_any(q, transposed(parts(k)))
     else:
         return product(q, transposed(parts(k)))
+
+
+@triton.jit
+def scores(q, k, ANY: tl.constexpr, args, F: tl.constexpr, T: tl.constexpr):
+    """(scores [M, N] of q and k [N, D], the factor that brings them to log2 units); ANY as `query_key` has it."""
+    s = query_key(q, k, ANY, T)
+    scale = args.scale_log2
+    if F.scale_first:
+        s = to_log2(s, args.scale_log2, args.softcap, F)
+        scale = 1.0
+    return s, scale

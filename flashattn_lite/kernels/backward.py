@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, query_key, sequence
+from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, scores, sequence
 from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
@@ -80,11 +80,7 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
         for i in tl.range(0, visit[0], num_stages=1):
             start_n = visit[3] + i * T.BLOCK_N  # in any order
             k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, False, True)
-            s = query_key(q, k, True, T)  # [M, N]
-            scale = args.scale_log2
-            if F.scale_first:
-                s = to_log2(s, args.scale_log2, args.softcap, F)
-                scale = 1.0
+            s, scale = scores(q, k, True, args, F, T)  # [M, N]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
                                      T)  # fmt: skip

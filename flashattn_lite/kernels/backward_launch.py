@@ -30,7 +30,7 @@ Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
 def why_not(problem: AttentionProblem, needs: Sequence[bool], target: Target) -> list[str]:
     """Reasons why these kernels can't take the gradients that a problem needs; empty if they can."""
     reasons = attention_launch.why_not(problem, target)
-    if problem.dtype == torch.float32 and not target.interpreting:
+    if not reasons and problem.dtype == torch.float32 and not target.interpreting:
         reasons.append("gradients of float32 are torch's own products")
     if problem.features.mask == "float" and needs[3]:
         reasons.append("the gradient of a mask is a sum over all that it is broadcast to")

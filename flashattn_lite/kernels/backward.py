@@ -71,7 +71,7 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
     A float mask can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores are rounded as
     `weights_of` rounds them.
     """
-    coarse = (tl.abs(m_i) > COARSE) & (offs_m < len_q)
+    coarse = (tl.abs(m_i) > COARSE) & (m_i < float("inf")) & (offs_m < len_q)
     if tl.max(coarse.to(tl.int32), 0) > 0:
         row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
         visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
@@ -117,10 +117,12 @@ def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, log
     at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + start_q + offs_m
     delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
     delta -= tl.load(d_lse_ptr + at, mask=exists, other=0.0)
-    m_i = reference(tl.load(lse_ptr + at, mask=exists, other=0.0) * LOG2E)
+    m_i = tl.load(lse_ptr + at, mask=exists, other=0.0) * LOG2E
+    blind = m_i == EMPTY_M
     bad = (not_finite(q) | not_finite(d_out)) != 0
-    bad |= (tl.abs(m_i) < float("inf")) == 0
+    bad |= ((tl.abs(m_i) < float("inf")) | blind) == 0
     bad |= (tl.abs(delta) < float("inf")) == 0
+    m_i = tl.where(blind, float("inf"), m_i)  # P is 0 whatever the scores
 
     log_l = tl.zeros_like(m_i)
     sink = tl.zeros_like(m_i)

@@ -78,6 +78,9 @@ class Rows:
     def __init__(self, problem: AttentionProblem, lse: Tensor) -> None:
         features = problem.features
         self.m, self.delta = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+        if features.varlen:  # rows that no program comes to, past the longest sequence that was promised, add nothing
+            self.m.fill_(torch.inf)
+            self.delta.zero_()
         # Where nobody asks for them, another's.
         self.log_l = torch.empty_like(self.m) if features.mask == "float" else self.m
         self.d_sink = torch.zeros_like(self.m) if features.sinks else self.m  # rows that no sequence covers add nothing

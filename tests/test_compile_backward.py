@@ -47,14 +47,7 @@ def kernels(gpu: str, case: str):
 @pytest.mark.parametrize(
     ("gpu", "case"),
     [("sm_90", case) for case in CASES]
-    + [
-        ("sm_80", "everything"),
-        ("sm_80", "256"),
-        ("sm_100", "128"),
-        ("sm_100", "256"),
-        ("gfx942", "everything"),
-        ("gfx942", "256"),
-    ],
+    + [("sm_80", "everything"), ("sm_100", "128"), ("sm_100", "256"), ("gfx942", "256")],
 )
 def test_it_compiles_and_fits(gpu, case):
     compiled_kernels = kernels(gpu, case)

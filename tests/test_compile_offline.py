@@ -6,9 +6,12 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
 from benchmarks.offline import GPUS, Usage, attention_plan, compiled, usage  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_launch, uncovered  # noqa: E402
+from flashattn_lite.target import Target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -74,7 +77,27 @@ def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
     kernel = compiled(gpu, attention_plan(attention_launch.plan, gpu, head_dim, head_dim, torch.float32, causal=True))
     assert "f32.bf16.bf16" in kernel.asm["ptx"]
     assert usage(kernel).stack <= limit
-    assert kernel.metadata.shared <= {"sm_80": 99, "sm_90": 227}[gpu] << 10  # sm_86 and sm_89 have 99 KiB
+    assert kernel.metadata.shared <= {"sm_80": 163, "sm_90": 227}[gpu] << 10
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "dtype", "rows", "mask"),
+    [
+        ("sm_90", 128, torch.float32, 64, "float"),
+        ("sm_90", 128, torch.bfloat16, 4096, "float"),
+        ("sm_90", 128, torch.bfloat16, 4096, "bool"),
+        ("sm_89", 64, torch.bfloat16, 64, "float"),
+        ("sm_89", 128, torch.float32, 64, ""),
+        ("sm_89", 128, torch.float32, 64, "float"),
+        ("gfx942", 256, torch.float32, 64, "bool"),
+    ],
+)
+def test_parts_and_masks_fit_on_chip(gpu, head_dim, dtype, rows, mask, monkeypatch):
+    """A mask's tiles are pipelined as K's and V's are; sm_86, sm_89 and sm_120 have 99 KiB."""
+    monkeypatch.setitem(GPUS, "sm_89", (GPUTarget("cuda", 89, 32), Target("cuda", 89, "sm_89")))
+    plan = attention_plan(attention_launch.plan, gpu, head_dim, head_dim, dtype, rows=rows, heads=2, mask=mask)
+    room = {"sm_89": 99, "sm_90": 227, "gfx942": 64}[gpu]
+    assert compiled(gpu, plan).metadata.shared <= room << 10
 
 
 def test_lengths_do_not_recompile():

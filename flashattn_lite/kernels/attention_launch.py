@@ -146,7 +146,8 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Tile
     """
     whole = vectorised(inputs.k) and vectorised(inputs.v)
     piped = whole or (has_tma(target) and takes_tma(inputs.k) and takes_tma(inputs.v))
-    return attention_tile(problem, target) if piped else unaligned_tile(problem, target)
+    mask_bytes = inputs.mask.element_size() if inputs.mask is not None and varies(problem, inputs.mask, 2) else 0
+    return (attention_tile if piped else unaligned_tile)(problem, target, mask_bytes)
 
 
 def has_tma(target: Target) -> bool:

@@ -90,11 +90,14 @@ class Rows:
 class Side:
     """The launches for the rows that programs own, queries or keys: the usual one, and the one with care."""
 
-    def __init__(self, problem: AttentionProblem, keys: bool, streamed: Pair, target: Target) -> None:
+    def __init__(
+        self, problem: AttentionProblem, keys: bool, streamed: Pair, mask: Tensor | None, target: Target
+    ) -> None:
         self.keys, self.features = keys, problem.features
         packed = self.features.varlen
         tma = has_tma(target) and all(map(takes_tma, streamed))
-        config = backward_tile(problem, target, keys, piped=tma or all(map(vectorised, streamed)))
+        piped = tma or all(map(vectorised, streamed))
+        config = backward_tile(problem, target, keys, piped, 0 if mask is None else mask.element_size())
         self.tile = backward_shape(problem, keys, config, tma)
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
@@ -136,9 +139,9 @@ class Call:
         self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
         self.sides = []
         if needs[0]:
-            self.sides.append(Side(problem, False, (inputs.k, inputs.v), target))
+            self.sides.append(Side(problem, False, (inputs.k, inputs.v), inputs.mask, target))
         if needs[1] or needs[2]:
-            self.sides.append(Side(problem, True, (inputs.q, d_out), target))
+            self.sides.append(Side(problem, True, (inputs.q, d_out), inputs.mask, target))
 
     def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
         """Gradients of q, k and v to be filled, and what the launches say to each other."""

@@ -78,31 +78,38 @@ def products(problem: AttentionProblem, target: Target) -> str:
     return "parts" if target.is_cuda(least) and not target.is_cuda(100) else "ieee"
 
 
-def attention_tile(problem: AttentionProblem, target: Target) -> TileConfig:
+def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile of the portable attention kernel.
 
     A function of head dims, dtype, features and GPU, and of the number of keys in one place (LONG; never for packed
-    sequences, whose neighbours would then decide): never of the batch or the other rows.
+    sequences, whose neighbours would then decide): never of the batch or the other rows. `mask_bytes`: of an element of
+    a mask with a row for each query, whose tiles need room too; 0: there is none.
     """
     dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
     if problem.dtype == torch.float32:
         if products(problem, target) == "parts":
-            return FLOAT32_LARGE if target.arch == 90 and dim <= 128 else FLOAT32
-        return _fitting(problem, target, FLOAT32)
+            if target.arch == 90 and dim <= 128 and mask_bytes < 4:
+                return FLOAT32_LARGE
+            # Compiled by Triton 3.6 to 3.9, head dim 128: up to 116 KiB in two stages, 68 in one.
+            return replace(FLOAT32, num_stages=1) if dim > 64 and shared_bytes(target) < 120 << 10 else FLOAT32
+        return _fitting(problem, target, FLOAT32, mask_bytes)
+    config = TileConfig(128, 64, 4 if dim <= 64 else 8, 3)
     if target.kind == "cuda" and target.arch == 90:
         features = problem.features
         is_long = not features.varlen and problem.len_k >= LONG[features.right]
-        return next(large if is_long else small for limit, small, large in HOPPER if dim <= limit)
-    return _fitting(problem, target, TileConfig(128, 64, 4 if dim <= 64 else 8, 3))
+        config = next(large if is_long else small for limit, small, large in HOPPER if dim <= limit)
+        if not mask_bytes:
+            return config
+    return _fitting(problem, target, config, mask_bytes)
 
 
-def unaligned_tile(problem: AttentionProblem, target: Target) -> TileConfig:
+def unaligned_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile for K or V whose rows are not 16-byte aligned: on sm_90 one below wgmma's 64 rows, unpipelined."""
     if target.kind == "cuda" and target.arch == 90 and not target.interpreting and problem.dtype != torch.float32:
         return TileConfig(32, 64, 2, 1)
-    return attention_tile(problem, target)
+    return attention_tile(problem, target, mask_bytes)
 
 
 # The backward on sm_90, 16-bit dtypes: (largest padded head dim, tile of programs that own queries, that own keys).
@@ -123,45 +130,60 @@ BACKWARD = (
 BACKWARD_ROWS = TileConfig(32, 32, 4, 1)  # of what it writes of each query row first; not tuned
 
 
-def backward_tile(problem: AttentionProblem, target: Target, keys: bool, piped: bool) -> TileConfig:
+def backward_tile(
+    problem: AttentionProblem, target: Target, keys: bool, piped: bool, mask_bytes: int = 0
+) -> TileConfig:
     """The tile of the backward kernel that owns keys, or queries: BLOCK_M own rows, BLOCK_N streamed ones.
 
-    A function of head dims, dtype and GPU alone. `piped`: what is streamed can be read 16 bytes at a time.
+    A function of head dims, dtype and GPU alone, and of `mask_bytes`, of an element of a mask. `piped`: what is
+    streamed can be read 16 bytes at a time.
     """
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:  # as for `unaligned_tile`
         return TileConfig(32, 32, 2, 1)
+    config = TileConfig(64, 64, 4, 2)
     if target.kind == "cuda" and target.arch == 90:
         dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
-        return next(tiles[keys] for limit, *tiles in BACKWARD if dim <= limit)
-    config = TileConfig(64, 64, 4, 2)
+        config = next(tiles[keys] for limit, *tiles in BACKWARD if dim <= limit)
+        if not mask_bytes:
+            return config
     row_bytes = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
     limit = shared_bytes(target) - (4 << 10)
     if target.is_cuda(100):  # whose compiler takes a third more than the tiles
         limit = limit * 2 // 3
-    while (config.block_m + config.num_stages * config.block_n) * row_bytes > limit:
-        if config.num_stages > 1:
-            config = replace(config, num_stages=config.num_stages - 1)
-        elif config.block_m > 32:
-            config = replace(config, block_m=config.block_m // 2)
-        else:
-            config = replace(config, block_n=config.block_n // 2)
-    return config
+    return _shrunk(config, limit, row_bytes, row_bytes, mask_bytes)
 
 
-def _fitting(problem: AttentionProblem, target: Target, config: TileConfig) -> TileConfig:
-    """The config with fewer stages, then fewer keys, then fewer rows, until Q and the K/V stages fit on chip."""
-    limit = shared_bytes(target)
+def _fitting(problem: AttentionProblem, target: Target, config: TileConfig, mask_bytes: int) -> TileConfig:
+    """The config made smaller until Q, the K/V stages and a mask's tiles fit on chip."""
     q_bytes = padded(problem.head_dim) * problem.dtype.itemsize
     kv_bytes = q_bytes + padded(problem.head_dim_v) * problem.dtype.itemsize
-    while config.block_m * q_bytes + config.num_stages * config.block_n * kv_bytes > limit:
+    limit = shared_bytes(target) - (2 << 10 if mask_bytes else 0)
+    return _shrunk(config, limit, q_bytes, kv_bytes, mask_bytes)
+
+
+def _shrunk(config: TileConfig, limit: int, own_bytes: int, streamed_bytes: int, mask_bytes: int) -> TileConfig:
+    """The config with fewer stages, then fewer streamed rows, then fewer own rows, until `limit` holds them.
+
+    Bytes of an own row, of a streamed row, of a mask's element; of its tiles a stage less is under way than of rows.
+    """
+
+    def taken(c: TileConfig) -> int:
+        masks = max(c.num_stages - 1, 1) * c.block_m * c.block_n * mask_bytes
+        return c.block_m * own_bytes + c.num_stages * c.block_n * streamed_bytes + masks
+
+    while taken(config) > limit:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 32:
             config = replace(config, block_n=config.block_n // 2)
-        else:
+        elif config.block_m > 32:
             config = replace(config, block_m=config.block_m // 2, num_warps=4)
+        elif config.block_n > 16:
+            config = replace(config, block_n=16)
+        else:
+            return replace(config, block_m=16)
     return config
 
 

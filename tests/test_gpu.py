@@ -135,3 +135,21 @@ def test_offsets_past_two_to_the_31(aligned):
     q, v = small[1][:, :, :3], small[1]
     exact = attention_reference(q.double(), small[0].double(), v.double())
     torch.testing.assert_close(fa.attention(q, k, v).double(), exact, atol=2e-3, rtol=0)  # two float16 eps
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "len_k"),
+    [(torch.float32, 128, 70), (torch.bfloat16, 128, 4096), (torch.bfloat16, 64, 300), (torch.float16, 256, 300)],
+)
+def test_the_portable_kernels_leave_room_for_a_masks_tiles(dtype, dim, len_k, kind):
+    """Where its tiles are the largest: they must still be started, forward and backward."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, dim, device="cuda", dtype=dtype, requires_grad=True) for n in (70, len_k, len_k))
+    mask = torch.randn(1, 1, 70, len_k, device="cuda")
+    mask = mask < 1 if kind == "bool" else mask
+    out = fa.attention(q, k, v, mask=mask, backend="triton")
+    exact = attention_reference(q.detach().double(), k.detach().double(), v.detach().double(), mask=mask)
+    eps = 8 * torch.finfo(dtype).eps  # of the largest result: P and O are rounded, and float32's sums
+    torch.testing.assert_close(out.double(), exact, atol=eps * float(exact.abs().max()), rtol=0)
+    assert all(bool(torch.isfinite(x).all()) for x in torch.autograd.grad(out.sum(), (q, k, v)))

@@ -46,13 +46,15 @@ def results_of(device: str = "cuda") -> Path:
 
 @cache
 def commit() -> str:
-    """Short hash of the checkout, with "-dirty" where code differs from it; a copy without .git says it in $COMMIT."""
+    """Short hash of the checkout, with "-dirty" where code differs from it; $COMMIT in a copy that lacks it."""
+    if told := os.environ.get("COMMIT"):
+        return told
     try:
         short = _output("git", "rev-parse", "--short", "HEAD")
         # A run changes results and plots itself: they say nothing about what was measured.
         changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
     return short + "-dirty" if changed else short
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite import tiled, tiled_backward
 from flashattn_lite.errors import BackendError, value_error
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.target import Target
 
 Run = Callable[[Inputs, Tensor, Tensor], None]
-Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], tiled_backward.Grads]  # (inputs, out, lse, d_out, d_lse)
+Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # (inputs, out, lse, d_out, d_lse)
 
 
 class Hopper:

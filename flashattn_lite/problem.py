@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
 FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
 
 

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import state
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.scores import to_log2
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, operand, sequences
-
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # Scores of one tile over all its slots: 4 MiB of float32, on a GPU 128 MiB (fewer launches).
 SCORES = {"cpu": 2**20, "cuda": 2**25}

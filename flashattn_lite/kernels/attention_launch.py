@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.operands import (
     lse_strides,
     score_args,
@@ -164,10 +163,8 @@ def descriptor(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
 def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
     """Fills out and lse through Triton's interpreter."""
     if problem.dtype == torch.bfloat16:
-        # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
-        wide = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
         out_wide = torch.empty_like(out, dtype=torch.float32)
-        interpret(replace(problem, dtype=torch.float32), wide, out_wide, lse, target)
+        interpret(*widened(problem, inputs), out_wide, lse, target)
         out.copy_(out_wide)
         return
     plans = [plan(problem, inputs, out, lse, target)]

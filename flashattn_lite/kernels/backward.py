@@ -97,9 +97,10 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
 def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, log_l_ptr, delta_ptr, d_sink_ptr,
                 q_strides, k_strides, o_strides, d_out_strides, stride_lb, stride_lh, num_m, rows_q, rows_k, diag_lo,
                 diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Of each query row: m_i, the reference of P in log2 units, and delta; log2 l with a float mask, else part of m_i;
+    """What P and dS need of each query row; a program owns BLOCK_M rows of a head.
 
-    with sinks what it adds to their gradient. A program owns BLOCK_M rows of a head.
+    m_i, the reference of P in log2 units, and delta; log2 l with a float mask, else it is part of m_i; with sinks what
+    the row adds to their gradient.
     """
     pid = tl.program_id(0)
     h, b = pid // num_m % heads, pid // num_m // heads

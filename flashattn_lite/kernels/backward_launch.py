@@ -14,15 +14,14 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import BACKWARD_ROWS, TileConfig, backward_tile, padded
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.target import Target
 
 Pair = tuple[Tensor, Tensor]
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Run = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
 Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
 
@@ -55,11 +54,9 @@ def interpret(
     d_lse: Tensor,
 ) -> Grads:
     """The gradients through Triton's interpreter."""
-    given, dtype = inputs, problem.dtype
-    if dtype == torch.bfloat16:
-        # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
-        problem = replace(problem, dtype=torch.float32)
-        inputs = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+    given = inputs
+    if problem.dtype == torch.bfloat16:
+        problem, inputs = widened(problem, inputs)
         out, d_out = out.float(), d_out.float()
     call = Call(problem, inputs, d_out, needs, target)
     grads, rows = call.allocate(inputs, lse)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
-from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
@@ -186,10 +186,9 @@ def interpret(
 ) -> None:
     """Fills out and lse through Triton's interpreter."""
     if problem.dtype == torch.bfloat16:
-        # Triton's interpreter multiplies the bits of bfloat16 operands of tl.dot as integers (3.6 to 3.9).
-        wide = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+        wide, wide_inputs = widened(problem, inputs)
         out_wide = torch.empty_like(out, dtype=torch.float32)
-        interpret(replace(problem, dtype=torch.float32), wide, table, out_wide, lse, target)
+        interpret(wide, wide_inputs, table, out_wide, lse, target)
         out.copy_(out_wide)
         return
     for kernel, grid, args, kwargs in plan(problem, inputs, table, out, lse, target):

@@ -79,9 +79,9 @@ def mask_tile(at, i, rings, rows, task, args, WG: gl.constexpr, F: gl.constexpr,
 
 @gluon.jit
 def hide(s, scale, mask, i, rows, task, args, EXACT: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
-    """(scores of the i-th tile with -inf where a row may not look, and with a float mask added, the factor that brings
+    """(scores of the i-th tile with a float mask added, -inf where a row may not look; the factor to log2 units).
 
-    them to log2 units); `mask` of mask_tile.
+    `mask` of mask_tile.
     """
     if F.mask != "" and not T.MASK_COPIED:
         mask = gl.convert_layout(mask, T.S_LAYOUT)

@@ -5,9 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
+
+from flashattn_lite.problem import AttentionProblem, Inputs
+
+
+def widened(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
+    """A bfloat16 problem in float32: of such operands of tl.dot the interpreter multiplies the bits (3.6 to 3.9)."""
+    wide = inputs._replace(q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float())
+    return replace(problem, dtype=torch.float32), wide
 
 
 @contextmanager

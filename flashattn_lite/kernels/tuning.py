@@ -149,7 +149,7 @@ def backward_tile(
         if not mask_bytes:
             return config
     row_bytes = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
-    limit = shared_bytes(target) - (4 << 10)
+    limit = shared_bytes(target) - (4 << 10)  # exchanges between warps, barriers
     if target.is_cuda(100):  # whose compiler takes a third more than the tiles
         limit = limit * 2 // 3
     return _shrunk(config, limit, row_bytes, row_bytes, mask_bytes)
@@ -159,7 +159,7 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig, mask
     """The config made smaller until Q, the K/V stages and a mask's tiles fit on chip."""
     q_bytes = padded(problem.head_dim) * problem.dtype.itemsize
     kv_bytes = q_bytes + padded(problem.head_dim_v) * problem.dtype.itemsize
-    limit = shared_bytes(target) - (2 << 10 if mask_bytes else 0)
+    limit = shared_bytes(target) - (2 << 10 if mask_bytes else 0)  # barriers; what fits without a mask was compiled
     return _shrunk(config, limit, q_bytes, kv_bytes, mask_bytes)
 
 

@@ -94,7 +94,8 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
     if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
         d_out = d_out.contiguous()
     inputs, problem = problem_of(tuple(rest))
-    key = (problem, tuple(needs), *map(metadata, (*inputs, out, lse, d_out, d_lse)))
+    tf32 = torch.get_float32_matmul_precision() if problem.dtype == torch.float32 else None  # as in _key
+    key = (problem, tuple(needs), tf32, *map(metadata, (*inputs, out, lse, d_out, d_lse)))
     make = _gradients.get(key)
     if make is None:
         make = dispatch.prepare_gradients(problem, inputs, d_out, tuple(needs))

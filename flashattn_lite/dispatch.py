@@ -155,19 +155,19 @@ def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor,
     return choose(problem, inputs, backend, BACKENDS).prepare(problem, inputs, out, lse, target)
 
 
-def why_no_kernel(problem: AttentionProblem, needs: tuple[bool, ...]) -> list[str]:
+def why_no_kernel(problem: AttentionProblem, inputs: Inputs, needs: tuple[bool, ...]) -> list[str]:
     """Why Triton's kernels would not make the gradients that are needed, of q, k, v, mask, sinks; empty: they would."""
     target = targets.of(problem.device)
     if target.triton:
         return [target.triton]
     from flashattn_lite.kernels import backward_launch
 
-    return backward_launch.why_not(problem, needs, target)
+    return backward_launch.why_not(problem, inputs, needs, target)
 
 
 def prepare_gradients(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: tuple[bool, ...]) -> Gradients:
     """What makes the gradients that are needed, for tensors of this metadata: Triton's kernels, else plain torch."""
-    if why_no_kernel(problem, needs):
+    if why_no_kernel(problem, inputs, needs):
         return lambda inputs, out, lse, d_out, d_lse: tiled_backward.backward(
             problem, inputs, out, lse, d_out, d_lse, needs
         )
@@ -204,5 +204,6 @@ def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanat
     chosen = choose(problem, inputs, backend, BACKENDS)
     target = targets.of(problem.device)
     asked = tuple(x is not None and x.requires_grad for x in inputs[:5])
-    gradients = why_no_kernel(problem, asked if any(asked) else (True, True, True, False, inputs.sinks is not None))
+    needs = asked if any(asked) else (True, True, True, False, inputs.sinks is not None)
+    gradients = why_no_kernel(problem, inputs, needs)
     return Explanation(chosen.name, chosen.tile(problem, inputs, target), target, reasons(problem, inputs), gradients)

@@ -125,3 +125,9 @@ def _filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return out
 
     return filled
+
+
+@pytest.fixture
+def where_kernels_run(device, interpreting):
+    if device.type == "cpu" and not interpreting:
+        pytest.skip("no kernel runs on CPU tensors but in the interpreter")

@@ -234,16 +234,17 @@ def test_small_inputs_of_any_stride(device):
     )
 
 
-@pytest.mark.parametrize("dim", [(139, 7), (71, 9), (192, 8), (221, 16), (26, 8), (16, 16), (128, 16)], ids=str)
+@pytest.mark.parametrize(
+    "dim", [(139, 7), (71, 9), (192, 8), (221, 16), (26, 8), (33, 8), (16, 16), (128, 16)], ids=str
+)
 @pytest.mark.parametrize("kind", ["plain", "mask", "kv_lens"])
-def test_narrow_values_beside_rows_that_are_not_aligned(device, dim, kind):
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.gpu)], ids=str)
+def test_narrow_values_beside_rows_that_are_not_aligned(device, dim, kind, dtype):
     """On Hopper such tiles once read outside of shared memory."""
-    for len_k in (1, 40, 130):
-        q, k = (
-            randn(device, 2, 4, 19, dim[0], dtype=torch.float16),
-            randn(device, 2, 2, len_k, dim[0], dtype=torch.float16),
-        )
-        v = randn(device, 2, 2, len_k, 2 * dim[1], dtype=torch.float16)[..., 1::2]
+    for len_q, len_k in ((19, 1), (19, 40), (19, 130), (70, 100)):
+        q = randn(device, 2, 4, len_q, dim[0], dtype=dtype)
+        k = randn(device, 2, 2, len_k, dim[0], dtype=dtype)
+        v = randn(device, 2, 2, len_k, 2 * dim[1], dtype=dtype)[..., 1::2]
         options = {"causal": True}
         if kind == "mask":
             options = {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "window": (None, 10)}

@@ -22,10 +22,7 @@ from flashattn_lite.reference import attention_reference
 LENGTHS = (40, 70)  # queries, keys: several of the interpreter's tiles
 
 
-@pytest.fixture(autouse=True)
-def _where_kernels_run(device, interpreting):
-    if device.type == "cpu" and not interpreting:
-        pytest.skip("no kernel runs on CPU tensors but in the interpreter")
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
 @pytest.fixture
@@ -55,11 +52,12 @@ def upstream_of(out, lse, seed=9):
 
 
 def gradients(function, tensors, **options):
-    """Of q, k, v and, if they are among the options, sinks."""
+    """Of q, k, v and, if they are among the options, a float mask and sinks."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    if "sinks" in options:
-        options["sinks"] = options["sinks"].detach().requires_grad_()
-        leaves.append(options["sinks"])
+    for name in ("mask", "sinks"):
+        if name in options and options[name].is_floating_point():
+            options[name] = options[name].detach().requires_grad_()
+            leaves.append(options[name])
     out, lse = function(*leaves[:3], **options, return_lse=True)
     return torch.autograd.grad([out, lse], leaves, upstream_of(out, lse))
 
@@ -108,15 +106,15 @@ def options_of(name, device, dtype):
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["", "float16"])
-def test_gradients_are_those_of_the_definition(feature, half, device, launched):
-    dtype = torch.float16 if half else dtype_of(device)
+@pytest.mark.parametrize("given", ["", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("float16", "float32"))])
+def test_gradients_are_those_of_the_definition(feature, given, device, launched):
+    dtype = getattr(torch, given) if given else dtype_of(device)
     tensors, options = tensors_of(device, dtype), options_of(feature, device, dtype)
     got = gradients(fa.attention, tensors, **options)
     assert len(launched) == 1
-    wide = {name: x.double() if name == "sinks" else x for name, x in options.items()}
+    wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in options.items()}
     wanted = gradients(attention_reference, [x.double() for x in tensors], **wide)
-    # P, dS, O and the results are rounded to the dtype: twice four eps of the largest gradient, float32's sums besides.
+    # P, dS, O and results are rounded to the dtype: twice four eps of the largest gradient, and float32's sums.
     eps = 8 * torch.finfo(dtype).eps + 2e-6
     for ours, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
@@ -124,8 +122,11 @@ def test_gradients_are_those_of_the_definition(feature, half, device, launched):
 
 @pytest.mark.parametrize("dim", [(1, 1), (33, 8), (64, 64), (80, 48), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 5), (70, 100)], ids=str)
-def test_head_dims_and_lengths(dim, lengths, device, launched):
-    dtype = dtype_of(device)
+@pytest.mark.parametrize("single", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["", "float32"])
+def test_head_dims_and_lengths(dim, lengths, single, device, launched):
+    if single and max(dim) > 128:
+        pytest.skip("gradients of float32 take head dims up to 128")
+    dtype = torch.float32 if single else dtype_of(device)
     tensors = tensors_of(device, dtype, batch=1, heads=2, heads_kv=1, lengths=lengths, dim=dim[0], dim_v=dim[1])
     wanted = gradients(attention_reference, [x.double() for x in tensors], causal=True)
     eps = 8 * torch.finfo(dtype).eps + 2e-6  # as above
@@ -266,21 +267,29 @@ def test_who_makes_the_gradients(device, interpreting):
     target = targets.of(torch.device(device.type, 0 if device.type == "cuda" else None))
     problem, inputs = problem_and_inputs(tensors_of(device, torch.float16), {})
     all_three = (True, True, True, False, False)
-    assert not backward_launch.why_not(problem, all_three, target)
-    mask = inputs._replace(mask=torch.zeros(*LENGTHS, device=device))
-    masked = describe(mask, causal=False, q_start=None, window_left=None, window_right=None, scale=1.0, softcap=None)
-    assert not backward_launch.why_not(masked, all_three, target)
-    assert "gradient of a mask" in backward_launch.why_not(masked, (True, True, True, True, False), target)[0]
-    double, _ = problem_and_inputs(tensors_of(device, torch.float64), {})
-    assert "float64" in backward_launch.why_not(double, all_three, target)[0]
-    single, _ = problem_and_inputs(tensors_of(device, torch.float32), {})
-    assert bool(backward_launch.why_not(single, all_three, target)) != interpreting
-    assert "gradients by Triton's kernels" in str(fa.explain(*inputs[:3]))
-    asking = torch.zeros(LENGTHS, device=device, requires_grad=True)
-    assert fa.explain(*inputs[:3], mask=asking).gradients == dispatch.why_no_kernel(masked, (True,) * 4 + (False,))
-    run = dispatch.prepare_gradients(masked, mask, inputs.q, (True, True, True, True, False))
-    out, lse = fa.attention(*inputs[:3], mask=mask.mask, return_lse=True)
-    assert run(mask, out, lse, torch.ones_like(out), torch.zeros_like(lse))[3] is not None
+    assert not backward_launch.why_not(problem, inputs, all_three, target)
+    with_mask = (True, True, True, True, False)
+    for shape, reason in ((LENGTHS, ""), ((LENGTHS[0], 1), "one number for all keys"), ((), "one number for all keys")):
+        masked = inputs._replace(mask=torch.zeros(shape, device=device, requires_grad=True))
+        problem = describe(masked, causal=False, q_start=None, window_left=None, window_right=None, scale=1.0,
+                           softcap=None)  # fmt: skip
+        assert not backward_launch.why_not(problem, masked, all_three, target)
+        told = backward_launch.why_not(problem, masked, with_mask, target)
+        assert (reason in told[0]) if reason else not told
+        assert fa.explain(*inputs[:3], mask=masked.mask).gradients == told
+        run = dispatch.prepare_gradients(problem, masked, inputs.q, with_mask)
+        out, lse = fa.attention(*inputs[:3], mask=masked.mask, return_lse=True)
+        with torch.no_grad():
+            d_mask = run(masked, out, lse, torch.ones_like(out), torch.zeros_like(lse))[3]
+        assert d_mask.shape == shape
+    double, inputs = problem_and_inputs(tensors_of(device, torch.float64), {})
+    assert "float64" in backward_launch.why_not(double, inputs, all_three, target)[0]
+    for dim, dim_v in ((128, 64), (64, 129)):
+        single, inputs = problem_and_inputs(tensors_of(device, torch.float32, dim=dim, dim_v=dim_v), {})
+        refused = backward_launch.why_not(single, inputs, all_three, target)
+        assert bool(refused) == (not interpreting and (dim_v > 128 or target.arch != 90))
+    assert "gradients by Triton's kernels" in str(fa.explain(*problem_and_inputs(
+        tensors_of(device, torch.float16), {})[1][:3]))  # fmt: skip
 
 
 @pytest.mark.gpu

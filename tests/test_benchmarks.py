@@ -42,12 +42,23 @@ def test_providers_compute_the_same(name, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_are_checked_before_they_are_timed(name, causal):
     qkv = tuple(torch.randn(2, 2, 30, 16) for _ in range(3))
-    provider, d_out = providers.PROVIDERS[name](), torch.randn(2, 2, 30, 16)
-    with provider.setting():
-        right, wrong = (backward.by_autograd(provider, qkv, d_out, c)() for c in (causal, not causal))
+    maker, d_out = backward.of(providers.PROVIDERS[name]()), torch.randn(2, 2, 30, 16)
+    with maker.setting():
+        right, wrong = (maker.make(qkv, d_out, c)() for c in (causal, not causal))
     exact = backward.exact_gradients(qkv, d_out, causal)
     assert backward.relative_error(right, exact) < 1e-6
     assert backward.relative_error(wrong, exact) > 0.1
+
+
+@pytest.mark.parametrize("name", ["flashattn_lite", "sdpa-math"])
+def test_gradients_of_a_bias_are_summed_over_the_batch(name):
+    given = *(torch.randn(3, 2, 30, 16) for _ in range(3)), torch.randn(1, 2, 30, 30)
+    maker, d_out = backward.with_bias()[name], torch.randn(3, 2, 30, 16)
+    with maker.setting():
+        grads = maker.make(given, d_out, False)()
+    exact = backward.exact_gradients(given, d_out, False)
+    assert backward.relative_error(grads, exact) < 1e-6
+    assert backward.relative_error([*grads[:3], grads[3] / 3], exact) > 0.1
 
 
 PACKING = packed_providers.pack((3, 1, 7), "cpu")

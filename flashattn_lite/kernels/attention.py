@@ -22,9 +22,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, scores, sequence
+from flashattn_lite.kernels.attention_tiles import (
+    factor,
+    load_tile,
+    mask_of,
+    masked_scores,
+    plus_product,
+    scores,
+    sequence,
+)
 from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
-from flashattn_lite.kernels.device.products import parts, product
 from flashattn_lite.kernels.device.scores import row_maximum
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
@@ -58,11 +65,8 @@ class Tile:
 
 @triton.jit
 def add_values(p, v, acc, T: tl.constexpr):
-    """acc + p v [M, Dv]. The sum of parts is added in float32, since matrix units cut off what they add up."""
-    if T.PRODUCTS != "parts":
-        return tl.dot(p.to(v.dtype), v, acc, input_precision=T.PRODUCTS)
-    else:
-        return acc + product(parts(p), parts(v))
+    """acc + p v [M, Dv]."""
+    return plus_product(acc, factor(p.to(v.dtype), T), factor(v, T), T)
 
 
 @triton.jit
@@ -202,8 +206,7 @@ def attention_kernel(q_ptr, k_src, v_src, out_ptr, lse_ptr, q_strides, k_strides
     offs_m = row_lo + tl.arange(0, T.BLOCK_M)
     row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
     q = load_tile(q_src, row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)  # [M, D]
-    if T.PRODUCTS == "parts":
-        q = parts(q)
+    q = factor(q, T)
     visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
 
     m_i = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)

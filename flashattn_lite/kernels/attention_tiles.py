@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
-from flashattn_lite.kernels.device.products import parts, product, product_of_any, transposed
+from flashattn_lite.kernels.device.products import parts, product, product_of_any
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 
 
@@ -85,17 +85,53 @@ def masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, dia
 
 
 @triton.jit
-def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
-    """q k^T [M, N] of k [N, D]; q in parts where products are of parts.
-
-    Infinities in q and k then need ANY, which changes no other bits; without, a row that meets one becomes NaN.
-    """
+def factor(x, T: tl.constexpr):
+    """A tile as products take it: itself, or its parts."""
     if T.PRODUCTS != "parts":
-        return tl.dot(q, tl.trans(k), input_precision=T.PRODUCTS)
-    elif ANY:
-        return product_of_any(q, transposed(parts(k)))
+        return x
     else:
-        return product(q, transposed(parts(k)))
+        return parts(x)
+
+
+@triton.jit
+def transposed(x, T: tl.constexpr):
+    """A factor, transposed."""
+    if T.PRODUCTS != "parts":
+        return tl.trans(x)
+    else:
+        return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
+
+
+@triton.jit
+def times(a, b, T: tl.constexpr):
+    """a b in float32, of factors. Where an infinity meets a 0 it is NaN, and with parts sooner; see `query_key`."""
+    if T.PRODUCTS != "parts":
+        return tl.dot(a, b, input_precision=T.PRODUCTS)
+    else:
+        return product(a, b)
+
+
+@triton.jit
+def plus_product(total, a, b, T: tl.constexpr):
+    """total + a b, of factors. The sum of parts is added in float32, since matrix units cut off what they add up."""
+    if T.PRODUCTS != "parts":
+        return tl.dot(a, b, total, input_precision=T.PRODUCTS)
+    else:
+        return total + product(a, b)
+
+
+@triton.jit
+def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
+    """q k^T [M, N] of a factor q and k [N, D].
+
+    With products of parts infinities in q and k need ANY, which changes no other bits; without, a row that meets one
+    becomes NaN.
+    """
+    k = transposed(factor(k, T), T)
+    if ANY and T.PRODUCTS == "parts":
+        return product_of_any(q, k)
+    else:
+        return times(q, k, T)
 
 
 @triton.jit

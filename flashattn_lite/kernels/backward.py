@@ -4,11 +4,12 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - d_lse and dS = P * 
 key adds to dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q. Both sides are one kernel, `backward_kernel`: a program
 owns rows a, b and streams all rows c, d that they meet,
 
-    KEYS:  a, b = K, V    c, d = Q, dO    S^T = a c^T, dP^T = b d^T    dK += dS^T c, dV += P^T d
-    else:  a, b = Q, dO   c, d = K, V     S = a c^T,   dP = b d^T      dQ += dS c
+    KEYS:  a, b = K, V    c, d = Q, dO    S^T = a c^T, dP^T = b d^T    ga = dK += dS^T c, gb = dV += P^T d
+    else:  a, b = Q, dO   c, d = K, V     S = a c^T,   dP = b d^T      ga = dQ += dS c
 
 so every gradient is summed by one program, in one order: no atomics, the same bits whatever else is there. S and dP are
-made twice for that, seven products for five. Before, `rows_kernel` writes what P and dS need of each query row.
+made twice for that, seven products for five; where registers do not hold both dK and dV each has a launch, eight.
+Before, `rows_kernel` writes what P and dS need of each query row.
 Bytes moved: c and d once for every tile of own rows, mostly from L2, all else once.
 
 What is not finite gets no further than it may. A query row is bad if its q, dO, lse or delta is not finite: its
@@ -26,7 +27,17 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import load_tile, mask_of, masked_scores, scores, sequence
+from flashattn_lite.kernels.attention_tiles import (
+    factor,
+    load_tile,
+    mask_of,
+    masked_scores,
+    plus_product,
+    scores,
+    sequence,
+    times,
+    transposed,
+)
 from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
@@ -40,6 +51,8 @@ class BackwardTile:
     """Compile-time shape of one program of backward_kernel."""
 
     KEYS: bool  # it owns keys of a key/value head and streams the queries of the head's group; else the reverse
+    MAKES_A: bool  # the gradient of a
+    MAKES_B: bool  # the gradient of b, where it owns keys
     SEEN: Features  # as its own rows see what it streams: of keys, left and right change places
     BLOCK_M: int  # rows that it owns
     BLOCK_N: int  # rows of a tile that it streams
@@ -48,6 +61,7 @@ class BackwardTile:
     BLOCK_D: int
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
+    PRODUCTS: str  # as the forward's Tile has it
     TMA: bool  # c and d arrive as tensor descriptors
     CAREFUL: bool = False  # the launch that does again what failed
 
@@ -80,7 +94,7 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
         for i in tl.range(0, visit[0], num_stages=1):
             start_n = visit[3] + i * T.BLOCK_N  # in any order
             k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, False, True)
-            s, scale = scores(q, k, True, args, F, T)  # [M, N]
+            s, scale = scores(factor(q, T), k, True, args, F, T)  # [M, N]
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
                                      T)  # fmt: skip
@@ -192,13 +206,14 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask, first, last
               diag_hi, args, WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Adds the tiles first <= i < last of a visit to the gradients of own rows; WHOLE: all pairs in them are seen.
 
-    CAREFUL: without bad rows of what is streamed; own rows that see one are poisoned.
+    own: factors. CAREFUL: without bad rows of what is streamed; own rows that see one are poisoned.
     """
     for i in tl.range(first, last):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
         c = load_tile(streamed[0], start_n, len_n, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not WHOLE)
         d = load_tile(streamed[1], start_n, len_n, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not WHOLE)
+        dtype = c.dtype
         m_i, log_l, delta = own_rows
         if T.KEYS:
             m_i, log_l, delta = numbers_of(rows, offs_n, offs_n < len_n, F)
@@ -210,19 +225,23 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask, first, last
             d = tl.where((bad != 0)[:, None], 0.0, d).to(d.dtype)
         if T.KEYS:
             m_i, log_l, delta = m_i[None, :], log_l[None, :], delta[None, :]
-        s = tl.dot(own[0], tl.trans(c), input_precision="ieee")  # [M, N]
+        c, d = factor(c, T), factor(d, T)
+        s = times(own[0], transposed(c, T), T)  # [M, N]
         p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_hi, args, WHOLE, F,
                                     T)  # fmt: skip
-        ds = p * (tl.dot(own[1], tl.trans(d), input_precision="ieee") - delta) * slope
-        if not WHOLE:
-            ds = tl.where(seen, ds, 0.0)
         if T.CAREFUL:
             good = (bad == 0)[None, :]
             poisoned |= tl.max((seen & (bad != 0)[None, :]).to(tl.int32), 1)
-            p, ds = tl.where(good, p, 0.0), tl.where(good, ds, 0.0)
-        ga = tl.dot(ds.to(c.dtype), c, ga, input_precision="ieee")
-        if T.KEYS:
-            gb = tl.dot(p.to(d.dtype), d, gb, input_precision="ieee")
+            p = tl.where(good, p, 0.0)
+        if T.MAKES_A:
+            ds = p * (times(own[1], transposed(d, T), T) - delta) * slope
+            if not WHOLE:
+                ds = tl.where(seen, ds, 0.0)
+            if T.CAREFUL:
+                ds = tl.where(good, ds, 0.0)
+            ga = plus_product(ga, factor(ds.to(dtype), T), c, T)
+        if T.MAKES_B:
+            gb = plus_product(gb, factor(p.to(dtype), T), d, T)
     return ga, gb, poisoned
 
 
@@ -279,9 +298,9 @@ def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     block_m = pid % num_m
     if T.SEEN.right:  # who sees most goes first
         block_m = num_m - 1 - block_m
-    h, b = pid // num_m % heads, pid // num_m // heads  # own head
-    batch, start_q, len_q, start_k, room, len_k, diag_lo, diag_hi = sequence(b, rows_q, rows_k, diag_lo, diag_hi, args,
-                                                                             F)  # fmt: skip
+    h, entry = pid // num_m % heads, pid // num_m // heads  # own head
+    batch, start_q, len_q, start_k, room, len_k, diag_lo, diag_hi = sequence(entry, rows_q, rows_k, diag_lo, diag_hi,
+                                                                             args, F)  # fmt: skip
     if T.KEYS:
         start_m, len_m, start_n, len_n, first = start_k, len_k, start_q, len_q, h * T.GROUP
         diag_lo, diag_hi = -diag_hi, -diag_lo
@@ -296,14 +315,15 @@ def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     failed_ptrs = failed_ptr + pid.to(tl.int64) * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
     if T.CAREFUL and tl.max(tl.load(failed_ptrs, mask=offs_m < len_m, other=0), 0) == 0:
         return
-    own = (
-        load_tile((a_ptr, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True),
-        load_tile((b_ptr, batch, h, start_m, b_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
-                  True),
-    )  # fmt: skip
+    a = load_tile((a_ptr, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)
+    own = (factor(a, T), 0)
+    if T.MAKES_A:
+        b = load_tile((b_ptr, batch, h, start_m, b_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
+                      True)  # fmt: skip
+        own = (own[0], factor(b, T))
     c, d = (c_src, batch, first, start_n, c_strides), (d_src, batch, first, start_n, d_strides)
     rows = (m_ptr, log_l_ptr, delta_ptr)
-    place = (b, query_head, batch.to(tl.int64) * stride_lb + start_q, stride_lh)
+    place = (entry, query_head, batch.to(tl.int64) * stride_lb + start_q, stride_lh)
     at = place[2] + query_head.to(tl.int64) * stride_lh
     own_rows = (0, 0, 0)
     if not T.KEYS:
@@ -316,10 +336,12 @@ def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     to = (batch, h, start_m)
     ga, gb, poisoned = gradients(own, own_rows, c, d, rows, place, visit, offs_m, len_m, len_n, diag_lo, diag_hi, args,
                                  F, T)  # fmt: skip
-    bad = not_finite(ga)
-    ga *= args.scale_log2 * LN2
-    leave(ga, poisoned, ga_ptr, to, ga_strides, offs_m, len_m, room, T.HEAD_DIM, T.BLOCK_D, T.CAREFUL)
-    if T.KEYS:
+    bad = tl.zeros_like(poisoned)
+    if T.MAKES_A:
+        bad |= not_finite(ga)
+        ga *= args.scale_log2 * LN2
+        leave(ga, poisoned, ga_ptr, to, ga_strides, offs_m, len_m, room, T.HEAD_DIM, T.BLOCK_D, T.CAREFUL)
+    if T.MAKES_B:
         bad |= not_finite(gb)
         leave(gb, poisoned, gb_ptr, to, gb_strides, offs_m, len_m, room, T.HEAD_DIM_V, T.BLOCK_DV, T.CAREFUL)
     if not T.CAREFUL:

@@ -13,11 +13,20 @@ from torch import Tensor
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
+from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import BACKWARD_ROWS, TileConfig, backward_tile, padded
+from flashattn_lite.kernels.tuning import (
+    BACKWARD_ROWS,
+    TileConfig,
+    backward_tile,
+    key_launches,
+    mask_gradient_tile,
+    padded,
+    products,
+)
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.target import Target
 
@@ -26,18 +35,21 @@ Run = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, o
 Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
 
 
-def why_not(problem: AttentionProblem, needs: Sequence[bool], target: Target) -> list[str]:
-    """Reasons why these kernels can't take the gradients that a problem needs; empty if they can."""
+def why_not(problem: AttentionProblem, inputs: Inputs, needs: Sequence[bool], target: Target) -> list[str]:
+    """Reasons why these kernels can't make the gradients that are needed; empty if they can."""
     reasons = attention_launch.why_not(problem, target)
     if not reasons and problem.dtype == torch.float32 and not target.interpreting:
-        reasons.append("gradients of float32 are torch's own products")
-    if problem.features.mask == "float" and needs[3]:
-        reasons.append("the gradient of a mask is a sum over all that it is broadcast to")
+        if not (target.kind == "cuda" and target.arch == 90):  # on sm_80 parts spill 16 KB a thread
+            reasons.append("gradients of float32 are torch's own products on this GPU")
+        elif max(problem.head_dim, problem.head_dim_v) > 128:
+            reasons.append("gradients of float32 take head dims up to 128")
+    if needs[3] and inputs.mask is not None and (1, *inputs.mask.shape)[-1] != problem.len_k:
+        reasons.append("the gradient of a mask that has one number for all keys is torch's sum")
     return reasons
 
 
 def prepare(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target) -> Run:
-    """What makes the gradients of q, k, v and sinks, for tensors of this metadata; None where `needs` says so."""
+    """What makes the gradients of q, k, v, mask and sinks, for tensors of this metadata; None where none is needed."""
     if target.interpreting:
         return lambda *tensors: interpret(problem, needs, target, *tensors)
     return Call(problem, inputs, d_out, needs, target)
@@ -85,17 +97,40 @@ class Rows:
 
 
 class Side:
-    """The launches for the rows that programs own, queries or keys: the usual one, and the one with care."""
+    """The launches for the rows that programs own, queries or keys: the usual one, and the one with care.
+
+    makes: which of the gradients of the own pair.
+    """
 
     def __init__(
-        self, problem: AttentionProblem, keys: bool, streamed: Pair, mask: Tensor | None, target: Target
+        self,
+        problem: AttentionProblem,
+        keys: bool,
+        makes: tuple[bool, bool],
+        streamed: Pair,
+        mask: Tensor | None,
+        target: Target,
     ) -> None:
         self.keys, self.features = keys, problem.features
         packed = self.features.varlen
         tma = has_tma(target) and all(map(takes_tma, streamed))
         piped = tma or all(map(vectorised, streamed))
-        config = backward_tile(problem, target, keys, piped, 0 if mask is None else mask.element_size())
-        self.tile = backward_shape(problem, keys, config, tma)
+        config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
+        self.tile = BackwardTile(
+            KEYS=keys,
+            MAKES_A=makes[0],
+            MAKES_B=makes[1],
+            SEEN=replace(self.features, left=self.features.right, right=self.features.left) if keys else self.features,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            HEAD_DIM=problem.head_dim,
+            HEAD_DIM_V=problem.head_dim_v,
+            BLOCK_D=padded(problem.head_dim),
+            BLOCK_DV=padded(problem.head_dim_v),
+            GROUP=problem.group,
+            PRODUCTS=products(problem, target),
+            TMA=tma,
+        )
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
         self.blocks = self.num_m * heads * problem.batch
@@ -108,7 +143,7 @@ class Side:
     def launches(
         self, own: Pair, streamed: Pair, grads: Pair, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
     ) -> Launches:
-        """With their arguments. grads: of own rows, the same one twice where there is one."""
+        """With their arguments. grads: of own rows; any tensor where it makes none."""
         lent = self.descriptors.lend(*streamed) if self.descriptors else streamed
         failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
         steps = (strides(x, self.features.varlen) for x in (*own, *streamed, *grads))
@@ -118,6 +153,46 @@ class Side:
             yield start, (*args, replace(self.tile, CAREFUL=careful))
         if self.descriptors:
             self.descriptors.take_back(lent)
+
+
+class MaskSide:
+    """The launch for the gradient of a mask."""
+
+    def __init__(self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, mask: Tensor, target: Target) -> None:
+        piped = all(map(vectorised, (*inputs[:3], d_out)))
+        config = mask_gradient_tile(problem, target, piped, mask.element_size())
+        entries, heads, rows, keys = shape = (*(1,) * (4 - mask.dim()), *mask.shape)
+        self.tile = MaskTile(
+            SEEN=problem.features,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            HEAD_DIM=problem.head_dim,
+            HEAD_DIM_V=problem.head_dim_v,
+            BLOCK_D=padded(problem.head_dim),
+            BLOCK_DV=padded(problem.head_dim_v),
+            GROUP=problem.group,
+            PRODUCTS=products(problem, target),
+            ALL_ROWS=rows == 1,
+        )
+        row_tiles = triton.cdiv(problem.len_q, config.block_m)
+        self.num_m, self.num_n = 1 if rows == 1 else row_tiles, triton.cdiv(keys, config.block_n)
+        self.heads, self.shape = heads, shape
+        self.sums = tuple(
+            whole if part == 1 else 1
+            for whole, part in ((problem.batch, entries), (problem.heads_q, heads), (row_tiles, rows))
+        )
+        self.start = Starter(mask_kernel, self.num_m * self.num_n * heads * entries, options_of(config))
+
+    def launch(
+        self, inputs: Inputs, d_out: Tensor, d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
+    ) -> tuple[Starter, tuple[Any, ...]]:
+        """With its arguments."""
+        q, k, v = inputs[:3]
+        of_mask = d_mask.view(self.shape)
+        steps = (x.stride() for x in (q, k, v, d_out, of_mask))
+        args = (q, k, v, d_out, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
+        args += (self.num_m, self.num_n, *lengths, self.heads, *self.sums, scores)
+        return self.start, (*args, self.tile.SEEN, self.tile)
 
 
 class Call:
@@ -135,16 +210,23 @@ class Call:
         blocks = self.num_m * problem.heads_q * problem.batch
         self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
         self.sides = []
-        if needs[0]:
-            self.sides.append(Side(problem, False, (inputs.k, inputs.v), inputs.mask, target))
-        if needs[1] or needs[2]:
-            self.sides.append(Side(problem, True, (inputs.q, d_out), inputs.mask, target))
+        asked = [(False, (True, False))] if needs[0] else []
+        asked += [(True, makes) for makes in key_launches(problem, needs[1], needs[2])]
+        for keys, makes in asked:
+            streamed = (inputs.q, d_out) if keys else (inputs.k, inputs.v)
+            self.sides.append(Side(problem, keys, makes, streamed, inputs.mask, target))
+        self.mask_side = None
+        if needs[3] and inputs.mask is not None:
+            self.mask_side = MaskSide(problem, inputs, d_out, inputs.mask, target)
 
-    def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Rows]:
-        """Gradients of q, k and v to be filled, and what the launches say to each other."""
+    def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[list[Tensor | None], Rows]:
+        """Gradients of q, k, v and mask to be filled, and what the launches say to each other."""
         make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
-        dq, dk, dv = (make(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-        return (dq, dk, dv), Rows(self.problem, lse)
+        grads = [
+            make(x, memory_format=torch.contiguous_format) if need and x is not None else None
+            for x, need in zip(inputs[:4], self.needs, strict=False)
+        ]
+        return grads, Rows(self.problem, lse)
 
     def launches(
         self,
@@ -153,7 +235,7 @@ class Call:
         lse: Tensor,
         d_out: Tensor,
         d_lse: Tensor,
-        grads: tuple[Tensor, Tensor, Tensor],
+        grads: list[Tensor | None],
         rows: Rows,
     ) -> Launches:
         """In their order, with their arguments. lse and d_lse are contiguous."""
@@ -162,18 +244,20 @@ class Call:
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
         args = (q, k, out, d_out, lse, d_lse, rows.m, rows.log_l, rows.delta, rows.d_sink, *steps, *rows.strides)
         yield self.start, (*args, self.num_m, *self.lengths, problem.heads_q, scores, problem.features, self.tile)
-        dq, dk, dv = grads
+        dq, dk, dv = (x if grad is None else grad for x, grad in zip((q, k, v), grads, strict=False))
         for side in self.sides:
             own, streamed, of_own = ((k, v), (q, d_out), (dk, dv)) if side.keys else ((q, d_out), (k, v), (dq, dq))
             yield from side.launches(own, streamed, of_own, rows, self.lengths, scores)
+        if self.mask_side and (d_mask := grads[3]) is not None:
+            yield self.mask_side.launch(inputs, d_out, d_mask, rows, self.lengths, scores)
 
-    def wanted(self, inputs: Inputs, grads: tuple[Tensor, Tensor, Tensor], rows: Rows) -> Grads:
-        """What was asked for, of filled gradients."""
-        dq, dk, dv = (grad if need else None for grad, need in zip(grads, self.needs, strict=False))
+    def wanted(self, inputs: Inputs, grads: list[Tensor | None], rows: Rows) -> Grads:
+        """What was asked for, with filled gradients of q, k, v and mask."""
+        dq, dk, dv, d_mask = grads
         d_sinks = None
         if inputs.sinks is not None and self.needs[4]:
             d_sinks = rows.d_sink.sum(1 if self.problem.features.varlen else (0, 2)).to(inputs.sinks.dtype)
-        return dq, dk, dv, None, d_sinks
+        return dq, dk, dv, d_mask, d_sinks
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Grads:
         grads, rows = self.allocate(inputs, lse)
@@ -188,19 +272,3 @@ class Call:
 
 def options_of(config: TileConfig) -> dict[str, Any]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-
-
-def backward_shape(problem: AttentionProblem, keys: bool, config: TileConfig, tma: bool) -> BackwardTile:
-    features = problem.features
-    return BackwardTile(
-        KEYS=keys,
-        SEEN=replace(features, left=features.right, right=features.left) if keys else features,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
-        GROUP=problem.group,
-        TMA=tma,
-    )

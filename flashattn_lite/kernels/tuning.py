@@ -51,6 +51,9 @@ HOPPER = (
 #   128: 2 x 8 x 1k  134  131  112  168 (153); 197, 1004     1 x 8 x 4k 1021 1046 837 1240 (1216); 1544, 7048
 #   256: 1 x 8 x 2k 1003, the others do not fit; 868, 10973. Tiles of 16 keys, or of eight warps, 1531 and 1651.
 FLOAT32, FLOAT32_LARGE = TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 2)
+# The same where rows are not 16-byte aligned. By what it spills, offline: two warps or 64 rows spill two to five times
+# as much, at head dim 255 10 KB a thread.
+UNALIGNED_FLOAT32 = TileConfig(32, 32, 4, 1)
 # Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
 SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
 SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
@@ -107,52 +110,113 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
 
 def unaligned_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile for K or V whose rows are not 16-byte aligned: on sm_90 one below wgmma's 64 rows, unpipelined."""
-    if target.kind == "cuda" and target.arch == 90 and not target.interpreting and problem.dtype != torch.float32:
-        return TileConfig(32, 64, 2, 1)
+    if target.kind == "cuda" and target.arch == 90 and not target.interpreting:
+        return TileConfig(32, 64, 2, 1) if problem.dtype != torch.float32 else UNALIGNED_FLOAT32
     return attention_tile(problem, target, mask_bytes)
 
 
-# The backward on sm_90, 16-bit dtypes: (largest padded head dim, tile of programs that own queries, that own keys).
+# The backward on sm_90, 16-bit dtypes: (largest padded head dim, tile of programs that make dQ, dK or dK and dV, dV).
 # Measured on an H200 (driver 580.159.04, torch 2.11.0, triton 3.6.0, bf16, 16k tokens, hidden 2048), short runs, ms at
 # 4k keys (128: 2k), full and causal; own x streamed rows, warps, stages.
-#   64, queries: 64x64 w4 s2 1.42 0.80; 128x64 w8 s3 1.42 1.06; 128x32 w4 s3 1.72 0.94; 128x128 w8 s2 2.01 1.10
-#   64, keys: 64x64 w4 s2 2.55 1.37; 128x32 w4 s3 2.32 1.43; 128x64 w8 s2 3.15 1.74; 64x128 w8 s2 5.58 3.27
-#   128, queries: 128x64 w8 s3 0.72 0.52; 64x64 w4 s2 0.77 0.48; 128x128 w8 s2 0.85 0.50; 64x32 w4 s3 0.89 0.54
-#   128, keys: 64x64 w4 s2 1.08 0.62; 64x32 w4 s3 1.13 0.67; 128x64 w8 s3 1.14 0.81; 128x32 w8 s3 1.35 0.80
-#   256, queries: 128x32 w8 s2 1.96 1.04; 64x32 w4 s2 2.30 1.27; 64x64 w8 s2 2.84 1.55
-#   256, keys: 64x64 w8 s2 4.46 2.16; 64x32 w8 s3 4.60 2.55; 64x32 w4 s2 12.2 6.23; 64x16 w8 s2 7.94 4.04
-# Streamed rows by pointers, not by TMA: 128, queries 0.82, keys 1.18; 64, queries 2.08, keys 3.16; 256 3.36 and 4.61.
+#   64, dQ: 64x64 w4 s2 1.42 0.80; 128x64 w8 s3 1.42 1.06; 128x32 w4 s3 1.72 0.94; 128x128 w8 s2 2.01 1.10
+#   64, both: 64x64 w4 s2 2.55 1.37; 128x32 w4 s3 2.32 1.43; 128x64 w8 s2 3.15 1.74; 64x128 w8 s2 5.58 3.27
+#   128, dQ: 128x64 w8 s3 0.72 0.52; 64x64 w4 s2 0.77 0.48; 128x128 w8 s2 0.85 0.50; 64x32 w4 s3 0.89 0.54
+#   128, both: 64x64 w4 s2 1.08 0.62; 64x32 w4 s3 1.13 0.67; 128x64 w8 s3 1.14 0.81; 128x32 w8 s3 1.35 0.80
+#   256, dQ: 128x32 w8 s2 1.96 1.04; 64x32 w4 s2 2.30 1.27; 64x64 w8 s2 2.84 1.55
+#   256, both: 64x64 w8 s2 4.46 2.16; 64x32 w8 s3 4.60 2.55; 64x32 w4 s2 12.2 6.23; 64x16 w8 s2 7.94 4.04
+# and on an H100:
+#   256, dK: 128x32 w8 s2 2.01 1.06; 64x32 w4 s2 2.32 1.24; 64x64 w8 s2 3.06 1.68
+#   256, dV: 128x64 w8 s2 1.03 0.60; 128x32 w8 s3 1.10 0.64; 64x32 w4 s2 1.22 0.69; 64x64 w8 s2 1.92 1.08
+# Streamed rows by pointers, not by TMA: 128, dQ 0.82, both 1.18; 64, dQ 2.08, both 3.16; 256 3.36 and 4.61.
 BACKWARD = (
-    (64, TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3)),
-    (128, TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2)),
-    (256, TileConfig(128, 32, 8, 2), TileConfig(64, 64, 8, 2)),
+    (64, TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3), TileConfig(128, 32, 4, 3)),
+    (128, TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (256, TileConfig(128, 32, 8, 2), TileConfig(128, 32, 8, 2), TileConfig(128, 64, 8, 2)),
 )
+# The same with a mask, whose tiles a thread loads element by element, and as far as shared memory holds them. H100, ms,
+# 16 x 12 x 1024 of 64 and 8 x 16 x 2048 of 128, a bias in bf16 with a row a query:
+#   64, dQ: 64x32 w4 s3 0.38; 128x32 w4 s3 0.44; 64x64 w4 s2 0.45; 128x64 w8 s2 0.57
+#   64, both: 64x64 w4 s2 1.00; 64x32 w4 s3 1.01; 128x64 w8 s2 1.18; 128x32 w4 s3 1.23
+#   128, dQ: 64x64 w4 s2 1.39; 128x64 w8 s2 1.65; 64x32 w4 s3 1.73
+#   128, both: 64x32 w4 s2 3.32; 64x64 w4 s2 3.90; 128x32 w8 s2 4.07; 128x64 w8 s2 4.24
+#   gradient of the bias: 64x64 w4 s2 0.78 2.95; 64x64 w4 s1 0.86 3.28; 128x64 w8 s1 0.90 3.21; 64x128 w8 s1 0.97 3.56
+BACKWARD_MASKED = (
+    (64, TileConfig(64, 32, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (128, TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2)),
+    (256, *BACKWARD[2][1:]),
+)
+# float32 in parts, H100, ms, 4 x 32 x 4096 of 64 and 4 x 16 x 4096 of 128: dQ, dK and dV.
+#   64x32 w4 s2 12.9 17.4, 17.6 26.7; 64x32 w4 s1 13.9 17.4, 19.8 29.3; 64x32 w8 s2 28.9 -, s1 34.2 42.6 (128)
+#   128x32 w8 s1 14.4 18.0 (64); 64x16 w4 s1 - 27.1, 29.7 46.7; dK and dV apart 22.9, 29.4
+BACKWARD_FLOAT32 = TileConfig(64, 32, 4, 2)
 BACKWARD_ROWS = TileConfig(32, 32, 4, 1)  # of what it writes of each query row first; not tuned
 
 
+def key_launches(problem: AttentionProblem, dk: bool, dv: bool) -> list[tuple[bool, bool]]:
+    """The launches that own keys, and which of dK and dV each makes: both, where registers hold both.
+
+    What is not needed does not decide on that, so that it does not change a bit of the other.
+    """
+    if max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
+        return [(dk, dv)] if dk or dv else []
+    return [makes for makes, needed in (((True, False), dk), ((False, True), dv)) if needed]
+
+
 def backward_tile(
-    problem: AttentionProblem, target: Target, keys: bool, piped: bool, mask_bytes: int = 0
+    problem: AttentionProblem,
+    target: Target,
+    keys: bool,
+    makes: tuple[bool, bool],
+    piped: bool,
+    mask_bytes: int = 0,
 ) -> TileConfig:
     """The tile of the backward kernel that owns keys, or queries: BLOCK_M own rows, BLOCK_N streamed ones.
 
-    A function of head dims, dtype and GPU alone, and of `mask_bytes`, of an element of a mask. `piped`: what is
-    streamed can be read 16 bytes at a time.
+    A function of head dims, dtype and GPU alone, of what it makes where that is not decided by what is needed, and of
+    `mask_bytes`, of an element of a mask. `piped`: what is streamed can be read 16 bytes at a time.
     """
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:  # as for `unaligned_tile`
-        return TileConfig(32, 32, 2, 1)
-    config = TileConfig(64, 64, 4, 2)
-    if target.kind == "cuda" and target.arch == 90:
+        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else UNALIGNED_FLOAT32
+    if problem.dtype == torch.float32:
+        config = BACKWARD_FLOAT32
+    elif target.kind == "cuda" and target.arch == 90:
         dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
-        config = next(tiles[keys] for limit, *tiles in BACKWARD if dim <= limit)
+        tiles = next(tiles for limit, *tiles in (BACKWARD_MASKED if mask_bytes else BACKWARD) if dim <= limit)
+        config = tiles[0] if not keys else tiles[1] if makes[0] else tiles[2]
         if not mask_bytes:
             return config
-    row_bytes = (padded(problem.head_dim) + padded(problem.head_dim_v)) * problem.dtype.itemsize
+    else:
+        config = TileConfig(64, 64, 4, 2)
+    row_bytes = _backward_row_bytes(problem, target)
+    return _shrunk(config, _backward_limit(target), row_bytes, row_bytes, mask_bytes)
+
+
+def _backward_row_bytes(problem: AttentionProblem, target: Target) -> int:
+    """Of a row of both members of a pair, as products take them."""
+    itemsize = 6 if products(problem, target) == "parts" else problem.dtype.itemsize
+    return (padded(problem.head_dim) + padded(problem.head_dim_v)) * itemsize
+
+
+def _backward_limit(target: Target) -> int:
+    """Bytes of shared memory for the tiles of a program."""
     limit = shared_bytes(target) - (4 << 10)  # exchanges between warps, barriers
-    if target.is_cuda(100):  # whose compiler takes a third more than the tiles
-        limit = limit * 2 // 3
-    return _shrunk(config, limit, row_bytes, row_bytes, mask_bytes)
+    return limit * 2 // 3 if target.is_cuda(100) else limit  # whose compiler takes a third more than the tiles
+
+
+def mask_gradient_tile(problem: AttentionProblem, target: Target, piped: bool, mask_bytes: int) -> TileConfig:
+    """The tile of the kernel that owns elements of a mask's gradient; `piped` as `backward_tile` has it."""
+    if target.interpreting:
+        return TileConfig(32, 32, 4, 1)
+    if not piped:
+        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else replace(UNALIGNED_FLOAT32, block_n=16)
+    if problem.dtype == torch.float32:  # by what it spills, offline: head dim 128 in tiles of 32 keys 1.2 KB a thread
+        wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > 64
+        return replace(BACKWARD_FLOAT32, block_n=16 if wide else 32, num_stages=1)
+    config = TileConfig(64, 64, 4, 2)
+    row_bytes = _backward_row_bytes(problem, target)
+    return _shrunk(config, _backward_limit(target), config.num_stages * row_bytes, row_bytes, mask_bytes)
 
 
 def _fitting(problem: AttentionProblem, target: Target, config: TileConfig, mask_bytes: int) -> TileConfig:

@@ -26,11 +26,6 @@ def parts(x):
 
 
 @triton.jit
-def transposed(x):
-    return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
-
-
-@triton.jit
 def corrections(a, b):
     """All of a @ b but the product of the first parts; a and b from `parts`, smallest products first."""
     sum = tl.dot(a[2], b[0])

@@ -1,0 +1,92 @@
+"""The gradient of a float mask in Triton: the kernel; `backward_launch.py` starts it behind `backward.rows_kernel`.
+
+An element of a mask is added to the scores of all pairs that it is broadcast to, so its gradient is the sum of their
+dS = P * (dP - delta). A program owns a tile of the mask and makes S and dP of every pair that meets it, two products:
+each element is summed by one program, in one order, with no atomics. No pair enters another's sum, so that what is
+not finite spoils the elements that it meets and no others.
+Bytes moved: q, dO, k and v of a pair of tiles for each such pair, mostly from L2; the mask and its gradient once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.attention_tiles import factor, load_tile, mask_of, sequence, times, transposed
+from flashattn_lite.kernels.backward import not_finite, numbers_of, weights_of
+from flashattn_lite.problem import Features
+
+
+@dataclass(frozen=True)
+class MaskTile:
+    """Compile-time shape of one program of mask_kernel."""
+
+    SEEN: Features
+    BLOCK_M: int  # query rows
+    BLOCK_N: int  # keys
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    PRODUCTS: str  # as the forward's Tile has it
+    ALL_ROWS: bool  # the mask has one row for all queries
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "num_n", "rows_q", "rows_k", "diag_lo", "diag_hi",
+                               "heads", "sum_batch", "sum_heads", "sum_rows"])  # fmt: skip
+def mask_kernel(q_ptr, k_ptr, v_ptr, d_out_ptr, d_mask_ptr, m_ptr, log_l_ptr, delta_ptr, q_strides, k_strides,
+                v_strides, d_out_strides, d_mask_strides, stride_lb, stride_lh, num_m, num_n, rows_q, rows_k, diag_lo,
+                diag_hi, heads, sum_batch, sum_heads, sum_rows, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """num_m, num_n, heads: tiles and heads of the mask; sum_*: entries, heads, row tiles that share an element."""
+    pid = tl.program_id(0)
+    start_n = pid % num_n * T.BLOCK_N
+    block_m = pid // num_n % num_m
+    own_head, own_entry = pid // num_n // num_m % heads, pid // num_n // num_m // heads
+    offs_n = start_n + tl.arange(0, T.BLOCK_N)
+    steps = sum_batch * sum_heads * sum_rows
+    if not F.kv_lens and not T.ALL_ROWS:  # all entries have the same diagonals: is it a tile that no row sees?
+        common = sequence(own_entry, rows_q, rows_k, diag_lo, diag_hi, args, F)
+        if F.right:
+            steps = tl.where(start_n > (block_m + 1) * T.BLOCK_M - 1 + common[7], 0, steps)
+        if F.left:
+            steps = tl.where(start_n + T.BLOCK_N - 1 < block_m * T.BLOCK_M + common[6], 0, steps)
+    total = tl.full([T.BLOCK_M, T.BLOCK_N], 0.0, tl.float32)
+    for i in tl.range(0, steps):
+        row_lo = (block_m + i % sum_rows) * T.BLOCK_M
+        h, entry = own_head + i // sum_rows % sum_heads, own_entry + i // sum_rows // sum_heads
+        batch, start_q, len_q, start_k, _room, len_k, lo, hi = sequence(
+            entry, rows_q, rows_k, diag_lo, diag_hi, args, F
+        )
+        offs_m = row_lo + tl.arange(0, T.BLOCK_M)
+        q = load_tile((q_ptr, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False,
+                      True)  # fmt: skip
+        k = load_tile((k_ptr, batch, h // T.GROUP, start_k, k_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM,
+                      T.BLOCK_D, False, True)  # fmt: skip
+        d_out = load_tile((d_out_ptr, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V,
+                          T.BLOCK_DV, False, True)  # fmt: skip
+        v = load_tile((v_ptr, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
+                      T.BLOCK_DV, False, True)  # fmt: skip
+        at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
+        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, F)
+        s = times(factor(q, T), transposed(factor(k, T), T), T)  # [M, N]
+        mask = (mask_of(entry, h, args), args.mask_strides[2], args.mask_strides[3])
+        p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask, len_q, len_k, lo, hi, args,
+                                False, F, T)  # fmt: skip
+        ds = p * (times(factor(d_out, T), transposed(factor(v, T), T), T) - delta[:, None])
+        bad = (not_finite(k) | not_finite(v)) != 0
+        ds = tl.where(bad[None, :], float("nan"), ds)
+        total += tl.where(seen & (offs_m < len_q)[:, None], ds, 0.0)
+
+    ptr = d_mask_ptr + own_entry.to(tl.int64) * d_mask_strides[0] + own_head.to(tl.int64) * d_mask_strides[1]
+    ptrs = ptr + offs_n.to(tl.int64) * d_mask_strides[3]
+    exists = offs_n < rows_k
+    if T.ALL_ROWS:
+        tl.store(ptrs, tl.sum(total, 0).to(d_mask_ptr.dtype.element_ty), mask=exists)
+    else:
+        offs_m = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
+        ptrs = ptrs[None, :] + offs_m.to(tl.int64)[:, None] * d_mask_strides[2]
+        total = total.to(d_mask_ptr.dtype.element_ty)
+        tl.store(ptrs, total, mask=(offs_m < rows_q)[:, None] & exists[None, :])

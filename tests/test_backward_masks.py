@@ -1,0 +1,123 @@
+"""The gradient of a float mask in Triton: whatever it is broadcast to, what is not finite, tiles that nobody sees."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import flashattn_lite as fa
+from flashattn_lite import tiled_backward
+from flashattn_lite.kernels import backward_launch
+from flashattn_lite.problem import Inputs, describe
+from flashattn_lite.reference import attention_reference
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
+BATCH, HEADS, LEN_Q, LEN_K, DIM = 2, 4, 40, 70, 16
+SHAPES = [
+    (BATCH, HEADS, LEN_Q, LEN_K),
+    (1, HEADS, LEN_Q, LEN_K),
+    (BATCH, 1, LEN_Q, LEN_K),
+    (HEADS, 1, LEN_K),
+    (BATCH, 1, 1, LEN_K),
+    (LEN_Q, LEN_K),
+    (LEN_K,),
+]
+OPTIONS = [{}, {"causal": True}, {"window": (9, 5), "q_start": 12, "softcap": 2.0}, {"kv_lens": [50, 0], "scale": -0.3}]
+ALL_PAIRS = [  # the interpreter takes some seconds for each
+    pytest.param(shape, options, marks=() if (i - j) % len(OPTIONS) == 1 else pytest.mark.gpu)
+    for i, shape in enumerate(SHAPES)
+    for j, options in enumerate(OPTIONS)
+]
+
+
+def inputs_of(device, shape, dtype=None, dim=DIM):
+    """(q, k, v, mask, d_out); two query heads share a key head."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    shapes = ((HEADS, LEN_Q, dim), (HEADS // 2, LEN_K, dim), (HEADS // 2, LEN_K, dim), (HEADS, LEN_Q, dim))
+    q, k, v, d_out = (torch.randn(BATCH, *each, generator=generator).to(device, dtype) for each in shapes)
+    return q, k, v, torch.randn(shape, generator=generator).to(device), d_out
+
+
+def gradient(function, q, k, v, mask, d_out, **options):
+    mask = mask.detach().requires_grad_()
+    if "kv_lens" in options:
+        options["kv_lens"] = torch.tensor(options["kv_lens"], dtype=torch.int32, device=q.device)
+    return torch.autograd.grad(function(q, k, v, mask=mask, **options), mask, d_out)[0]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Whether the kernels were asked for the gradient of a mask, call by call."""
+    asked = []
+    prepare = backward_launch.prepare
+    watched = lambda problem, inputs, d_out, needs, target: (
+        asked.append(needs[3]) or prepare(problem, inputs, d_out, needs, target)
+    )
+    monkeypatch.setattr(backward_launch, "prepare", watched)
+    monkeypatch.setattr("flashattn_lite.calls._gradients", {})
+    return asked
+
+
+@pytest.mark.parametrize(("shape", "options"), ALL_PAIRS, ids=str)
+def test_it_is_summed_over_what_it_is_broadcast_to(shape, options, device, told):
+    q, k, v, mask, d_out = inputs_of(device, shape)
+    got = gradient(fa.attention, q, k, v, mask, d_out, **options)
+    assert told == [True]
+    assert got.shape == mask.shape and got.dtype == mask.dtype
+    wide = [x.double() for x in (q, k, v, mask, d_out)]
+    want = gradient(attention_reference, *wide, **options)
+    eps = 8 * torch.finfo(q.dtype).eps + 2e-6  # of the largest: P, dO and O are rounded to the dtype
+    torch.testing.assert_close(got.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [33, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_head_dims(dim, dtype, device, told):
+    q, k, v, mask, d_out = inputs_of(device, SHAPES[1], dtype, dim)
+    got = gradient(fa.attention, q, k, v, mask, d_out, causal=True)
+    assert bool(told) == (dtype == torch.float16 or dim <= 128)
+    want = gradient(attention_reference, *(x.double() for x in (q, k, v, mask, d_out)), causal=True)
+    eps = 8 * torch.finfo(dtype).eps + 2e-6  # as above
+    torch.testing.assert_close(got.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "value", "shape"),
+    [("q", math.nan, 1), ("k", math.nan, 1), ("v", -math.inf, 3), ("d_out", math.inf, 3)],
+)
+def test_what_is_not_finite_stays_where_it_is_seen(spoiled, value, shape, device):
+    """NaN where a visible pair that shares the element has a bad member, as in plain torch; all else as before."""
+    tensors = dict(zip(("q", "k", "v", "mask", "d_out"), inputs_of(device, SHAPES[shape]), strict=True))
+    before = gradient(fa.attention, **tensors, causal=True)
+    tensors[spoiled][0, 1, 30, 3] = value
+    got = gradient(fa.attention, **tensors, causal=True)
+
+    inputs = Inputs(*(tensors[name] for name in ("q", "k", "v", "mask")))
+    problem = describe(inputs, causal=True, q_start=None, window_left=None, window_right=None, scale=DIM**-0.5,
+                       softcap=None)  # fmt: skip
+    out, lse = fa.attention(*inputs[:3], mask=inputs.mask, causal=True, return_lse=True)
+    needs = (False, False, False, True, False)
+    told = tiled_backward.backward(problem, inputs, out, lse, tensors["d_out"], torch.zeros_like(lse), needs)[3]
+    assert torch.equal(got.isnan(), told.isnan())
+    assert 0 < got.isnan().sum() < got.numel()
+    assert torch.equal(got[~got.isnan()], before[~got.isnan()])
+
+
+def test_numbers_that_hide_have_no_gradient(device):
+    """-inf in the mask, keys that the window and the lengths hide: 0, not NaN."""
+    q, k, v, mask, d_out = inputs_of(device, SHAPES[0])
+    mask[0, :, :, 3], mask[1, :, 7] = -math.inf, -math.inf
+    got = gradient(fa.attention, q, k, v, mask, d_out, window=(9, 5), kv_lens=[50, LEN_K])
+    rows, keys = torch.arange(LEN_Q, device=device)[:, None], torch.arange(LEN_K, device=device)
+    for entry, length in enumerate((50, LEN_K)):
+        at = rows + length - LEN_Q
+        seen = (keys >= at - 9) & (keys <= at + 5) & (keys < length) & (mask[entry] > -math.inf)
+        assert not got[entry][~seen].any()
+        assert got[entry][seen].count_nonzero() > 0.9 * seen.sum()

@@ -18,7 +18,7 @@ OURS = "flashattn_lite"
 SHORT = {
     "sdpa-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "flex": "FlexAttention", "sdpa-flash": "torch's flash",
     "sdpa-efficient": "torch's efficient", "sdpa-varlen": "torch's varlen_attn", "sdpa-padded": "padded cuDNN",
-    f"{OURS}-triton": "our portable kernel", "read": "a read",
+    "sdpa-math": "torch's math", f"{OURS}-triton": "our portable kernel", "read": "a read",
 }  # fmt: skip
 
 Row = dict[str, str]
@@ -113,20 +113,6 @@ def attention_cells(rows: Sequence[Row], dtype: str) -> Cells:
 
 def to_cudnn(cell: Speeds) -> float:
     return cell[OURS] / cell["sdpa-cudnn"]
-
-
-def attention_two_peers(rows: Sequence[Row]) -> list[str]:
-    """What the means are beside cuDNN and FlashAttention-3 alone, and where we are furthest behind or least ahead."""
-    lines = header("beside cuDNN and FA3", "of cuDNN", "of the better", "ahead in", "least")
-    for dtype in ("bf16", "fp16"):
-        cells = attention_cells(rows, dtype)
-        cudnn, rival, ahead = summary(cells)
-        least = sorted(cells, key=lambda key: to_best(cells[key]))[:4]
-        texts = (
-            f"d{dim} {kind(causal)} {length} {to_best(cells[dim, causal, length]):.3f}" for dim, causal, length in least
-        )
-        lines.append(line(dtype, f"{cudnn:.3f}", f"{rival:.3f}", f"{ahead} of {len(cells)}", ", ".join(texts)))
-    return lines
 
 
 def each(now: Cells, then: Cells, yardstick: str, providers: Iterable[str]) -> list[str]:
@@ -263,10 +249,20 @@ def backward(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def backward_beside(rows: Sequence[Row], title: str) -> list[str]:
+    """TFLOP/s of the backward of everybody who was there, and ours to the best of them."""
+    cells = speeds(rows, "tflops", "head_dim", "causal", "len_q")
+    others = [name for name in next(iter(cells.values())) if name != OURS]
+    lines = header(title, "ours", *(SHORT.get(name, name) for name in others), "to the best")
+    for (dim, causal, length), cell in cells.items():
+        name = f"d{dim} {kind(causal)} {length}"
+        lines.append(line(name, *(f"{cell[each]:.0f}" for each in (OURS, *others)), f"{to_best(cell):.2f}"))
+    return lines
+
+
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
     "attention_each": attention_each,
-    "attention_two_peers": lambda read: attention_two_peers(read("attention_two_peers")),
     "packed": lambda read: packed(read("packed")),
     "packed_each": packed_each,
     "softmax": lambda read: softmax(read("softmax")),
@@ -274,6 +270,8 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode_each": decode_each,
     "shapes": lambda read: shapes(read("shapes")),
     "backward": lambda read: backward(read("backward")),
+    "backward_fp32": lambda read: backward_beside(read("backward_fp32"), "float32"),
+    "backward_bias": lambda read: backward_beside(read("backward_bias"), "bf16, with a bias"),
 }
 
 

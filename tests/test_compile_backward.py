@@ -23,6 +23,7 @@ CASES = {
     "bool mask": (128, 128, torch.float16, {"mask": "bool"}),
     "packed": (128, 128, torch.bfloat16, {"window": (64, 64), "varlen": True}),
     "odd": (33, 1, torch.float16, {"scale": -0.5}),
+    "odd, float32": (33, 8, torch.float32, {"mask": "float"}),
     "bias": (64, 64, torch.bfloat16, {"mask": "half"}),
     "bias, 256": (256, 256, torch.bfloat16, {"mask": "float"}),
     "float32": (64, 64, torch.float32, {"causal": True}),
@@ -61,6 +62,8 @@ def test_it_compiles_and_fits(gpu, case):
     both = max(CASES[case][:2]) <= 128  # dK and dV in one launch
     assert len(launches) == (5 if both else 7) + (CASES[case][3].get("mask") in ("float", "half"))
     assert all(kernel.metadata.shared <= SHARED[gpu] << 10 for _, kernel in launches)
+    if case.startswith("odd"):  # as forward: rows that are not aligned stay off wgmma
+        assert not any("wgmma" in kernel.asm["ptx"] for _, kernel in launches)
     if gpu == "sm_90" and case in STACK_LIMIT:
         usual = [kernel for careful, kernel in launches if not careful]
         assert max(usage(kernel).stack for kernel in usual) <= STACK_LIMIT[case]

@@ -80,6 +80,14 @@ def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
     assert kernel.metadata.shared <= {"sm_80": 163, "sm_90": 227}[gpu] << 10
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [(33, 8), (139, 7)], ids=str)
+def test_rows_that_are_not_aligned_stay_off_wgmma(dim, dtype):
+    """Its operands would lie at one place, whose descriptors ptxas loses: illegal accesses, silently wrong tiles."""
+    kernel = compiled("sm_90", attention_plan(attention_launch.plan, "sm_90", *dim, dtype, causal=True))
+    assert "wgmma" not in kernel.asm["ptx"] and "mma.sync" in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize(
     ("gpu", "head_dim", "dtype", "rows", "mask"),
     [

@@ -116,7 +116,7 @@ class Side:
         tma = has_tma(target) and all(map(takes_tma, streamed))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
-        self.tile = BackwardTile(
+        self.tile = tile = BackwardTile(
             KEYS=keys,
             MAKES_A=makes[0],
             MAKES_B=makes[1],
@@ -134,7 +134,10 @@ class Side:
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
         self.blocks = self.num_m * heads * problem.batch
-        self.starts = [Starter(backward_kernel, self.blocks, options_of(config)) for _ in range(2)]
+        self.starts = [
+            (Starter(backward_kernel, self.blocks, options_of(config)), replace(tile, CAREFUL=careful))
+            for careful in (False, True)
+        ]
         self.descriptors = None
         if tma:
             shapes = zip(streamed, (self.tile.BLOCK_D, self.tile.BLOCK_DV), strict=True)
@@ -149,8 +152,8 @@ class Side:
         steps = (strides(x, self.features.varlen) for x in (*own, *streamed, *grads))
         args = (*own, *lent, *grads, failed, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
         args += (self.num_m, *lengths, self.heads, scores, self.features)
-        for start, careful in zip(self.starts, (False, True), strict=True):
-            yield start, (*args, replace(self.tile, CAREFUL=careful))
+        for start, tile in self.starts:
+            yield start, (*args, tile)
         if self.descriptors:
             self.descriptors.take_back(lent)
 

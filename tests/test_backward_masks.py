@@ -44,11 +44,18 @@ def inputs_of(device, shape, dtype=None, dim=DIM):
     return q, k, v, torch.randn(shape, generator=generator).to(device), d_out
 
 
-def gradient(function, q, k, v, mask, d_out, **options):
-    mask = mask.detach().requires_grad_()
+def gradients(function, of, q, k, v, mask, d_out, **options):
+    """Of the tensors named."""
+    given = {"q": q, "k": k, "v": v, "mask": mask}
+    leaves = [given[name].detach().requires_grad_() for name in of]
+    given.update(zip(of, leaves, strict=True))
     if "kv_lens" in options:
         options["kv_lens"] = torch.tensor(options["kv_lens"], dtype=torch.int32, device=q.device)
-    return torch.autograd.grad(function(q, k, v, mask=mask, **options), mask, d_out)[0]
+    return torch.autograd.grad(function(**given, **options), leaves, d_out)
+
+
+def gradient(function, *tensors, **options):
+    return gradients(function, ["mask"], *tensors, **options)[0]
 
 
 @pytest.fixture
@@ -80,12 +87,15 @@ def test_it_is_summed_over_what_it_is_broadcast_to(shape, options, device, told)
 @pytest.mark.parametrize("dim", [33, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_head_dims(dim, dtype, device, told):
-    q, k, v, mask, d_out = inputs_of(device, SHAPES[1], dtype, dim)
-    got = gradient(fa.attention, q, k, v, mask, d_out, causal=True)
+    """With the others, whose tiles leave room for the mask's."""
+    tensors = inputs_of(device, SHAPES[1], dtype, dim)
+    got = gradients(fa.attention, ("mask", "q", "k", "v"), *tensors, causal=True)
     assert bool(told) == (dtype == torch.float16 or dim <= 128)
-    want = gradient(attention_reference, *(x.double() for x in (q, k, v, mask, d_out)), causal=True)
     eps = 8 * torch.finfo(dtype).eps + 2e-6  # as above
-    torch.testing.assert_close(got.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+    wide = (x.double() for x in tensors)
+    wanted = gradients(attention_reference, ("mask", "q", "k", "v"), *wide, causal=True)
+    for ours, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +105,9 @@ def test_head_dims(dim, dtype, device, told):
 def test_what_is_not_finite_stays_where_it_is_seen(spoiled, value, shape, device):
     """NaN where a visible pair that shares the element has a bad member, as in plain torch; all else as before."""
     tensors = dict(zip(("q", "k", "v", "mask", "d_out"), inputs_of(device, SHAPES[shape]), strict=True))
-    before = gradient(fa.attention, **tensors, causal=True)
+    before = gradient(fa.attention, *tensors.values(), causal=True)
     tensors[spoiled][0, 1, 30, 3] = value
-    got = gradient(fa.attention, **tensors, causal=True)
+    got = gradient(fa.attention, *tensors.values(), causal=True)
 
     inputs = Inputs(*(tensors[name] for name in ("q", "k", "v", "mask")))
     problem = describe(inputs, causal=True, q_start=None, window_left=None, window_right=None, scale=DIM**-0.5,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from benchmarks.offline import GPUS, Usage, attention_plan, compiled, usage  # noqa: E402
+from benchmarks.offline import GPUS, Usage, attention_plan, attention_problem, compiled, usage  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_launch, uncovered  # noqa: E402
+from flashattn_lite.kernels import attention_launch, tuning, uncovered  # noqa: E402
 from flashattn_lite.target import Target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
@@ -86,6 +88,21 @@ def test_rows_that_are_not_aligned_stay_off_wgmma(dim, dtype):
     """Its operands would lie at one place, whose descriptors ptxas loses: illegal accesses, silently wrong tiles."""
     kernel = compiled("sm_90", attention_plan(attention_launch.plan, "sm_90", *dim, dtype, causal=True))
     assert "wgmma" not in kernel.asm["ptx"] and "mma.sync" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("dim", [(64, 64), (128, 64), (128, 128), (256, 64), (256, 128), (256, 256)], ids=str)
+def test_tiles_of_wgmma_are_pipelined(dim):
+    """Else its operands lie at one place, as above; in 16 bits, whatever the mask (bytes of an element)."""
+    target = GPUS["sm_90"][1]
+    for rows, mask_bytes in itertools.product((64, 4096, 16384), (0, 1, 2, 4, 8)):
+        problem = attention_problem(*dim, torch.bfloat16, rows, 1, False, False, False, "", (None, None), {})[1]
+        tiles = [tuning.attention_tile(problem, target, mask_bytes)]
+        launches = [(False, (True, False)), *((True, makes) for makes in tuning.key_launches(problem, True, True))]
+        for keys, makes in launches:
+            tiles.append(tuning.backward_tile(problem, target, keys, makes, True, mask_bytes))
+        if mask_bytes > 1:
+            tiles.append(tuning.mask_gradient_tile(problem, target, True, mask_bytes))
+        assert all(tile.num_stages > 1 and tile.block_m >= 64 for tile in tiles)
 
 
 @pytest.mark.parametrize(

@@ -228,9 +228,10 @@ def _fitting(problem: AttentionProblem, target: Target, config: TileConfig, mask
 
 
 def _shrunk(config: TileConfig, limit: int, own_bytes: int, streamed_bytes: int, mask_bytes: int) -> TileConfig:
-    """The config with fewer stages, then fewer streamed rows, then fewer own rows, until `limit` holds them.
+    """The config with fewer stages, but two, then fewer streamed rows, then fewer own rows, until `limit` holds them.
 
     Bytes of an own row, of a streamed row, of a mask's element; of its tiles a stage less is under way than of rows.
+    One stage comes late: what is not pipelined lies at one place, where ptxas can lose wgmma's descriptors.
     """
 
     def taken(c: TileConfig) -> int:
@@ -238,10 +239,14 @@ def _shrunk(config: TileConfig, limit: int, own_bytes: int, streamed_bytes: int,
         return c.block_m * own_bytes + c.num_stages * c.block_n * streamed_bytes + masks
 
     while taken(config) > limit:
-        if config.num_stages > 1:
+        if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 32:
             config = replace(config, block_n=config.block_n // 2)
+        elif config.block_m > 64:
+            config = replace(config, block_m=config.block_m // 2, num_warps=4)
+        elif config.num_stages > 1:
+            config = replace(config, num_stages=1)
         elif config.block_m > 32:
             config = replace(config, block_m=config.block_m // 2, num_warps=4)
         elif config.block_n > 16:

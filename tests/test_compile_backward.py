@@ -68,3 +68,17 @@ def test_it_compiles_and_fits(gpu, case):
         usual = [kernel for careful, kernel in launches if not careful]
         assert max(usage(kernel).stack for kernel in usual) <= STACK_LIMIT[case]
         assert all("wgmma" in kernel.asm["ptx"] for kernel in usual[1:])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dim", "precision", "reason"),
+    [("sm_90", 128, "highest", ""), ("sm_90", 129, "highest", "up to 128"), ("sm_90", 64, "high", "in TF32")]
+    + [(gpu, 64, "highest", "on this GPU") for gpu in ("sm_80", "sm_100", "gfx942")],
+)  # fmt: skip
+def test_who_makes_gradients_of_float32(gpu, dim, precision, reason, monkeypatch):
+    """Where its products were measured, in parts; what is left out never ran, or spills."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    kinds = (False, False, False, "", (None, None))
+    inputs, problem = attention_problem(dim, dim, torch.float32, 64, 4, *kinds, {})
+    told = backward_launch.why_not(problem, inputs, (True, True, True, False, False), GPUS[gpu][1])
+    assert (len(told) == 1 and reason in told[0]) if reason else not told

@@ -153,3 +153,22 @@ def test_the_portable_kernels_leave_room_for_a_masks_tiles(dtype, dim, len_k, ki
     eps = 8 * torch.finfo(dtype).eps  # of the largest result: P and O are rounded, and float32's sums
     torch.testing.assert_close(out.double(), exact, atol=eps * float(exact.abs().max()), rtol=0)
     assert all(bool(torch.isfinite(x).all()) for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [(64, 8), (64, 16), (128, 16), (32, 4)], ids=str)
+def test_narrow_values_in_aligned_rows(dim, dtype):
+    """Beside those between 16-byte addresses (test_attention.py), forward and backward."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, n, d, device="cuda", dtype=dtype) for n, d in ((70, dim[0]), (100, dim[0]), (100, dim[1]))
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out, exact = fa.attention(*leaves, causal=True, backend="triton"), attention_reference(*wide, causal=True)
+    d_out = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, leaves, d_out)]
+    wanted = [exact, *torch.autograd.grad(exact, wide, d_out.double())]
+    eps = 8 * torch.finfo(dtype).eps + 2e-6
+    for ours, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)

@@ -167,8 +167,8 @@ def test_narrow_values_in_aligned_rows(dim, dtype):
     wide = [x.detach().double().requires_grad_() for x in leaves]
     out, exact = fa.attention(*leaves, causal=True, backend="triton"), attention_reference(*wide, causal=True)
     d_out = torch.randn_like(out)
-    got = [out, *torch.autograd.grad(out, leaves, d_out)]
-    wanted = [exact, *torch.autograd.grad(exact, wide, d_out.double())]
+    got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+    wanted = [exact.detach(), *torch.autograd.grad(exact, wide, d_out.double())]
     eps = 8 * torch.finfo(dtype).eps + 2e-6
     for ours, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)

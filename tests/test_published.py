@@ -106,13 +106,21 @@ def test_the_readme_has_the_results():
 
 
 def test_the_readme_has_the_backward():
-    rows = tables.results()("backward")
+    read = tables.results()
+    rows = read("backward")
+    cells_of = lambda rows: tables.speeds(rows, "tflops", "head_dim", "causal", "len_q")
     assert f"{tables.backward(rows)[-1].partition(' of ')[0]} of torch's flash backward in the mean of" in README
-    cells = tables.speeds(rows, "tflops", "head_dim", "causal", "len_q").values()
+    cells = cells_of(rows).values()
     cudnn, fa3 = (f"{tables.geometric_mean(c['flashattn_lite'] / c[name] for c in cells):.2f}"
                   for name in ("sdpa-cudnn", "fa3"))  # fmt: skip
     assert f"in the mean of {len(cells)} shapes, {cudnn} of cuDNN's,\n  {fa3} of FlashAttention-3's" in README
-    assert {row["commit"] for row in rows} == set(re.findall(r"of FlashAttention-3's \(commit (\w+)\)\.", README))
+    commits = {row["commit"] for name in ("backward", "backward_fp32", "backward_bias") for row in read(name)}
+    assert commits == set(re.findall(r"of FlashAttention-3's \(commit (\w+)\)\.", README))
+    single, bias = ([cell["flashattn_lite"] / cell[best] for cell in cells_of(read(f"backward_{name}")).values()]
+                    for name, best in (("fp32", "sdpa-efficient"), ("bias", "flex")))  # fmt: skip
+    assert f"In float32, on Hopper, {between(single)} of torch's; with a bias" in README
+    assert f"with a bias that wants a gradient {min(bias):.2f} of FlexAttention's" in README
+    assert max(bias) - min(bias) < 0.01
 
 
 def test_the_readme_has_masks():

@@ -31,16 +31,23 @@ from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
 
+def shape_of(problem: AttentionProblem, target: Target, config: TileConfig) -> dict[str, Any]:
+    """What the tiles of all portable attention kernels have, forward and backward."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "GROUP": problem.group,
+        "PRODUCTS": products(problem, target),
+    }
+
+
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: TileConfig, tma: bool) -> Tile:
     return Tile(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
-        GROUP=problem.group,
-        PRODUCTS=products(problem, target),
+        **shape_of(problem, target, config),
         TMA=tma,
         MASK_ROWS=varies(problem, inputs.mask, 2),
         RELOAD=isinstance(target.arch, int) and 100 <= target.arch < 120,

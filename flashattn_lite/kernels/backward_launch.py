@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
-from flashattn_lite.kernels.attention_launch import descriptor, has_tma, tile_of
+from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_of, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
@@ -24,7 +24,6 @@ from flashattn_lite.kernels.tuning import (
     backward_tile,
     key_launches,
     mask_gradient_tile,
-    padded,
     products,
 )
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
@@ -118,26 +117,19 @@ class Side:
         tma = has_tma(target) and all(map(takes_tma, streamed))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
-        self.tile = tile = BackwardTile(
+        self.tile = BackwardTile(
             KEYS=keys,
             MAKES_A=makes[0],
             MAKES_B=makes[1],
             SEEN=replace(self.features, left=self.features.right, right=self.features.left) if keys else self.features,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            HEAD_DIM=problem.head_dim,
-            HEAD_DIM_V=problem.head_dim_v,
-            BLOCK_D=padded(problem.head_dim),
-            BLOCK_DV=padded(problem.head_dim_v),
-            GROUP=problem.group,
-            PRODUCTS=products(problem, target),
             TMA=tma,
+            **shape_of(problem, target, config),
         )
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
         self.blocks = self.num_m * heads * problem.batch
         self.starts = [
-            (Starter(backward_kernel, self.blocks, options_of(config)), replace(tile, CAREFUL=careful))
+            (Starter(backward_kernel, self.blocks, options_of(config)), replace(self.tile, CAREFUL=careful))
             for careful in (False, True)
         ]
         self.descriptors = None
@@ -169,15 +161,8 @@ class MaskSide:
         entries, heads, rows, keys = shape = (*(1,) * (4 - mask.dim()), *mask.shape)
         self.tile = MaskTile(
             SEEN=problem.features,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            HEAD_DIM=problem.head_dim,
-            HEAD_DIM_V=problem.head_dim_v,
-            BLOCK_D=padded(problem.head_dim),
-            BLOCK_DV=padded(problem.head_dim_v),
-            GROUP=problem.group,
-            PRODUCTS=products(problem, target),
             ALL_ROWS=rows == 1,
+            **shape_of(problem, target, config),
         )
         row_tiles = triton.cdiv(problem.len_q, config.block_m)
         self.num_m, self.num_n = 1 if rows == 1 else row_tiles, triton.cdiv(keys, config.block_n)

@@ -51,9 +51,10 @@ HOPPER = (
 #   128: 2 x 8 x 1k  134  131  112  168 (153); 197, 1004     1 x 8 x 4k 1021 1046 837 1240 (1216); 1544, 7048
 #   256: 1 x 8 x 2k 1003, the others do not fit; 868, 10973. Tiles of 16 keys, or of eight warps, 1531 and 1651.
 FLOAT32, FLOAT32_LARGE = TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 2)
-# The same where rows are not 16-byte aligned. By what it spills, offline: two warps or 64 rows spill two to five times
-# as much, at head dim 255 10 KB a thread.
-UNALIGNED_FLOAT32 = TileConfig(32, 32, 4, 1)
+# The same below wgmma's 64 rows: where rows are not 16-byte aligned, and for up to 64 columns of q and 32 of v, where
+# ptxas lost descriptors in 128 x 64 (found by `benchmarks/sass.py`; with more columns it lost none). By what it spills,
+# offline: two warps spill two to five times as much, at head dim 255 10 KB a thread.
+OFF_WGMMA_FLOAT32 = TileConfig(32, 32, 4, 1)
 # Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
 SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
 SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
@@ -93,6 +94,8 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
         return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
     if problem.dtype == torch.float32:
         if products(problem, target) == "parts":
+            if target.arch == 90 and dim <= 64 and padded(problem.head_dim_v) <= 32:
+                return OFF_WGMMA_FLOAT32
             if target.arch == 90 and dim <= 128 and mask_bytes < 4:
                 return FLOAT32_LARGE
             # Compiled by Triton 3.6 to 3.9, head dim 128: up to 116 KiB in two stages, 68 in one.
@@ -111,7 +114,7 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
 def unaligned_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile for K or V whose rows are not 16-byte aligned: on sm_90 one below wgmma's 64 rows, unpipelined."""
     if target.kind == "cuda" and target.arch == 90 and not target.interpreting:
-        return TileConfig(32, 64, 2, 1) if problem.dtype != torch.float32 else UNALIGNED_FLOAT32
+        return TileConfig(32, 64, 2, 1) if problem.dtype != torch.float32 else OFF_WGMMA_FLOAT32
     return attention_tile(problem, target, mask_bytes)
 
 
@@ -178,7 +181,7 @@ def backward_tile(
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:  # as for `unaligned_tile`
-        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else UNALIGNED_FLOAT32
+        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else OFF_WGMMA_FLOAT32
     if problem.dtype == torch.float32:
         config = BACKWARD_FLOAT32
     elif target.kind == "cuda" and target.arch == 90:
@@ -210,7 +213,7 @@ def mask_gradient_tile(problem: AttentionProblem, target: Target, piped: bool, m
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:
-        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else replace(UNALIGNED_FLOAT32, block_n=16)
+        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else replace(OFF_WGMMA_FLOAT32, block_n=16)
     if problem.dtype == torch.float32:  # by what it spills, offline: head dim 128 in tiles of 32 keys 1.2 KB a thread
         wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > 64
         return replace(BACKWARD_FLOAT32, block_n=16 if wide else 32, num_stages=1)

@@ -77,7 +77,8 @@ class Call:
         self.problem = problem
         q, k, v = inputs.q, inputs.k, inputs.v
         packed = problem.features.varlen
-        self.tma = has_tma(target) and takes_tma(k) and takes_tma(v)
+        # What is not pipelined gains nothing by it.
+        self.tma = config.num_stages > 1 and has_tma(target) and takes_tma(k) and takes_tma(v)
         self.tile = tile = tile_of(problem, inputs, target, config, self.tma)
         num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
         # Packed, [rows, H, D] is read as one batch of [H, rows, D].

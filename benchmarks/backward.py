@@ -1,6 +1,6 @@
 """Speed of the attention backward on a GPU, beside what else is there, all in one process.
 
-python -m benchmarks.backward [--dtypes bf16 fp32] [--head-dims 64 128 256] [--lengths 512 2048 16384] [--bias]
+python -m benchmarks.backward [--dtype bf16|fp32] [--head-dims 64 128 256] [--lengths 512 2048 16384] [--bias]
                               [--providers ...] [--out CSV]
 
 16k tokens in all, hidden size 2048. The forward runs once; timed is what autograd then does for the gradients of q, k
@@ -147,16 +147,19 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backward", description=__doc__)
-    parser.add_argument("--dtypes", nargs="+", choices=LARGEST_ERROR_EPS, default=["bf16"])
+    parser.add_argument("--dtype", choices=LARGEST_ERROR_EPS, default="bf16")
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 16384])
-    parser.add_argument("--providers", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument(
+        "--providers", nargs="+", choices=NAMES, default=list(NAMES), help="with --bias all that take one"
+    )
     parser.add_argument("--bias", action="store_true", help="a mask that wants a gradient; up to 2048 keys, not causal")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/backward.csv, backward_bias.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/backward.csv, _fp32, _bias")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
-    out = options.out or results_of() / ("backward_bias.csv" if options.bias else "backward.csv")
+    name = "backward" + "_fp32" * (options.dtype == "fp32") + "_bias" * options.bias
+    out = options.out or results_of() / f"{name}.csv"
     missing: dict[str, str] = {}
     if options.bias:
         makers = with_bias()
@@ -169,19 +172,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         {**common, "provider": name, "metric": "absent", "median": why} for name, why in missing.items()
     ]
     cells = [
-        (dtype, dim, causal, n)
-        for dtype in options.dtypes for dim in options.head_dims for causal in (True, False) for n in options.lengths
+        (dim, causal, n) for dim in options.head_dims for causal in (True, False) for n in options.lengths
         if not options.bias or (not causal and n <= 2048)
     ]  # fmt: skip
+    dtype, kind = options.dtype, {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     with Progress(len(cells)) as bar:
-        for number, (dtype, dim, causal, length) in enumerate(cells):
+        for number, (dim, causal, length) in enumerate(cells):
             title = f"{dtype} d{dim} {'causal' if causal else 'full'} {length}"
             bar.show(number, title)
             heads, batch = HIDDEN // dim, max(1, TOKENS // length)
             cell = {**common, "batch": batch, "heads_q": heads, "heads_kv": heads, "len_q": length, "len_kv": length,
                     "head_dim": dim, "head_dim_v": dim, "dtype": dtype, "causal": causal}  # fmt: skip
             absent: dict[str, str] = {}
-            kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
             shapes = [(batch, heads, length, dim)] * 3 + [(1, heads, length, length)] * options.bias
             given = [torch.randn(shape, device="cuda", dtype=kind) for shape in shapes]
             done = measure(makers, given, causal, LARGEST_ERROR_EPS[dtype] * torch.finfo(kind).eps, absent)

@@ -131,6 +131,7 @@ def unaligned_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
 #   256, dK: 128x32 w8 s2 2.01 1.06; 64x32 w4 s2 2.32 1.24; 64x64 w8 s2 3.06 1.68
 #   256, dV: 128x64 w8 s2 1.03 0.60; 128x32 w8 s3 1.10 0.64; 64x32 w4 s2 1.22 0.69; 64x64 w8 s2 1.92 1.08
 # Streamed rows by pointers, not by TMA: 128, dQ 0.82, both 1.18; 64, dQ 2.08, both 3.16; 256 3.36 and 4.61.
+# Up to 128 dV alone has the tile of both, for the same bits.
 BACKWARD = (
     (64, TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3), TileConfig(128, 32, 4, 3)),
     (128, TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),

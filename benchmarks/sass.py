@@ -1,10 +1,4 @@
-"""Machine code of a kernel compiled for an NVIDIA GPU, looked through for the one mistake of ptxas that we know.
-
-Where operands of wgmma lie at one place in shared memory, their descriptors are loop-invariant. Short of uniform
-registers, ptxas 12.8 then makes some of one that it never wrote: the PTX is right, results are wrong or accesses
-illegal (docs/design.md). `unwritten` finds that with no GPU: it named the kernel that failed on one, and none that
-passed.
-"""
+"""Machine code of a kernel that was compiled for an NVIDIA GPU, as blocks of instructions. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -18,38 +12,39 @@ from typing import Any, NamedTuple
 import triton
 
 LABEL = re.compile(r"^(\.L_\S+):")
-LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
-PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET|CALL)\b")
-TARGET = re.compile(r"\bBRA\S*\s+.*?(\.L_[\w.]+)")
-UNIFORM = re.compile(r"(gdesc\[|\bdesc\[)?\b(UR\d+)(\.64)?")
-COPY = re.compile(r"(?:U?MOV|R2UR|IMAD\.U32|IMAD\.MOV\.U32) (U?R\d+),(?: RZ, RZ,)? (U?R\d+)(?:\.reuse)?$")
-
-Registers = frozenset[str]
-NEVER_WRITTEN: Registers = frozenset(f"UR{number}" for number in range(64))  # at a kernel's beginning
+LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+JUMPS = ("BRA", "BRX", "EXIT", "RET", "CALL")
+TARGETS = re.compile(r"\.L_[\w.]+")
+PRODUCT = re.compile(r"[QH]?GMMA\.64x(\d+)")
 
 
 class Instruction(NamedTuple):
-    """One line: its address and text, the uniform registers that it reads, the registers that it writes.
-
-    `copied`: the one it reads, if it hands it on as it is. Registers are saved and restored that way, whatever is in
-    them.
-    """
+    """One line: `@P0 IADD3.X R4, R4, 0x1, RZ, P3, !PT` has the guard "@P0 ", the operation "IADD3.X", six operands."""
 
     address: str
-    text: str
-    reads: Registers
-    writes: Registers
-    copied: str | None
+    guard: str
+    operation: str
+    operands: list[str]
 
-    def after(self, lost: Registers) -> Registers:
-        """What may have been written nowhere, given what may before."""
-        return lost | self.writes if self.copied in lost else lost - self.writes
+    def __str__(self) -> str:
+        return f"{self.address} {self.guard}{self.operation} {', '.join(self.operands)}"
 
 
-def unwritten(kernel: Any) -> list[str]:
-    """Instructions that compute with a uniform register which none before them, on some way there, has written."""
-    return [line for function in functions(disassembled(kernel)) for line in too_early(function)]
+def width(operation: str) -> int:
+    """32-bit registers that it writes, if any."""
+    if match := PRODUCT.match(operation):
+        return int(match[1]) // 2
+    if "SHF" in operation:  # one half of its 64 bits
+        return 1
+    if re.search(r"128|x4|M88\.4", operation):
+        return 4
+    return 2 if re.search("64|WIDE", operation) or operation == "CS2R" else 1
+
+
+def several(name: str, count: int) -> list[str]:
+    """That many registers from this one on; of the zero, as often the same."""
+    kind, _, first = name.partition("R")
+    return [f"{kind}R{int(first) + i if first != 'Z' else first}" for i in range(count)]
 
 
 def disassembled(kernel: Any) -> str:
@@ -64,32 +59,14 @@ def functions(code: str) -> list[str]:
     return code.split("\n.text.")[1:]
 
 
-def too_early(function: str) -> list[str]:
-    """The same of one function's text."""
-    blocks, followers = flow(function)
-    lost: dict[int, Registers] = {0: NEVER_WRITTEN}  # by block: on some way to its beginning
-    todo = [0] if blocks else []
-    while todo:
-        block = todo.pop()
-        state = lost[block]
-        for instruction in blocks[block]:
-            state = instruction.after(state)
-        for follower in followers[block]:
-            known = lost.get(follower)
-            if known is None or not state <= known:
-                lost[follower] = state | (known or frozenset())
-                todo.append(follower)
-    found = []
-    for block, state in sorted(lost.items()):
-        for instruction in blocks[block]:
-            if instruction.copied is None and (missing := instruction.reads & state):
-                found.append(f"{instruction.address} {instruction.text} reads {', '.join(sorted(missing))}")
-            state = instruction.after(state)
-    return found
-
-
-def flow(function: str) -> tuple[list[list[Instruction]], list[list[int]]]:
+class Flow(NamedTuple):
     """Instructions in blocks that are run from their first to their last, and which blocks may follow each."""
+
+    blocks: list[list[Instruction]]
+    followers: list[list[int]]
+
+
+def flow(function: str) -> Flow:
     blocks: list[list[Instruction]] = [[]]
     labels: dict[str, int] = {}
     for line in function.splitlines():
@@ -98,49 +75,23 @@ def flow(function: str) -> tuple[list[list[Instruction]], list[list[int]]]:
                 blocks.append([])
             labels[label[1]] = len(blocks) - 1
         elif parts := LINE.match(line):
-            blocks[-1].append(Instruction(parts[1], parts[2], *effects(parts[2])))
-            if JUMP.search(parts[2]):
+            address, guard, operation, rest = parts.groups()
+            operands = [operand.strip().removesuffix(".reuse") for operand in rest.split(",")] if rest else []
+            blocks[-1].append(Instruction(address, guard or "", operation, operands))
+            if operation.startswith(JUMPS):
                 blocks.append([])
     if not blocks[-1]:
         blocks.pop()
-    return blocks, [list(next_of(number, block, labels, len(blocks))) for number, block in enumerate(blocks)]
+    return Flow(blocks, [list(next_of(number, block, labels, len(blocks))) for number, block in enumerate(blocks)])
 
 
 def next_of(number: int, block: list[Instruction], labels: dict[str, int], count: int) -> Iterator[int]:
-    text = block[-1].text
-    always = not PREDICATE.match(text) and not re.search(r"\bBRA\S*\s+!?U?P\d", text)
-    if (target := TARGET.search(text)) and labels.get(target[1], count) < count:
-        yield labels[target[1]]
-    if number + 1 < count and not (always and re.search(r"\b(BRA|BRX|EXIT|RET)\b", text)):
+    last = block[-1]
+    if last.operation.startswith(("BRA", "BRX")):
+        for target in TARGETS.findall(" ".join(last.operands)):
+            if labels.get(target, count) < count:
+                yield labels[target]
+    # A branch may also have its condition among its operands: BRA UP0, `(.L_x_0).
+    always = not last.guard and not re.match(r"!?U?P\d", (last.operands or [""])[0])
+    if number + 1 < count and not (always and last.operation.startswith(("BRA", "BRX", "EXIT", "RET"))):
         yield number + 1
-
-
-def effects(text: str) -> tuple[Registers, Registers, str | None]:
-    """(reads, writes, copied) of an `Instruction`. What it writes under a predicate counts as written.
-
-    A matrix product reads of its descriptors the pair of each factor that is not in registers.
-    """
-    text = PREDICATE.sub("", text)
-    operation, _, rest = text.partition(" ")
-    operands = [operand.strip() for operand in rest.split(",")]
-    writes: list[str] = []
-    if re.fullmatch(r"U?R\d+", operands[0]):
-        name = operands.pop(0)
-        wide = 4 if re.search("128|x4|M88.4", operation) else 2 if re.search("64|WIDE", operation) else 1
-        writes = several(name, wide)
-    in_pairs = operation.startswith("U") and ".64" in operation and not operation.startswith("ULDC")
-    reads: list[str] = []
-    for operand in operands:
-        for kind, name, pair in UNIFORM.findall(operand):
-            read = several(name, 2 if kind or pair or in_pairs else 1)
-            if kind == "gdesc[" and operation.startswith("HGMMA"):
-                read = several(name, 4)[2 if re.match(r"R\d+", operands[0]) else 0 :]
-            reads += read
-    copy = COPY.fullmatch(text)
-    return frozenset(reads), frozenset(writes), copy[2] if copy else None
-
-
-def several(name: str, count: int) -> list[str]:
-    """That many registers from this one on."""
-    kind, first = re.fullmatch(r"(U?R)(\d+)", name).groups()  # type: ignore[union-attr]
-    return [f"{kind}{number}" for number in range(int(first), int(first) + count)]

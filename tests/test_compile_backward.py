@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
+from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_problem, compiled, usage
-from benchmarks.sass import unwritten
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch
 
@@ -64,7 +64,7 @@ def test_it_compiles_and_fits(gpu, case):
     assert len(launches) == (5 if both else 7) + (CASES[case][3].get("mask") in ("float", "half"))
     assert all(kernel.metadata.shared <= SHARED[gpu] << 10 for _, kernel in launches)
     if gpu == "sm_90":
-        assert not [line for careful, kernel in launches for line in unwritten(kernel) if not careful]
+        assert not [line for careful, kernel in launches for line in mistakes(kernel) if not careful]
     if case.startswith("odd"):  # as forward: rows that are not aligned stay off wgmma
         assert not any("wgmma" in kernel.asm["ptx"] for _, kernel in launches)
     if gpu == "sm_90" and case in STACK_LIMIT:

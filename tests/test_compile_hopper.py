@@ -10,8 +10,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
+from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
-from benchmarks.sass import unwritten  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper  # noqa: E402
 
@@ -69,7 +69,7 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == another_follows
     assert kernel.metadata.shared <= 227 << 10
     assert usage(kernel).stack <= (LOADS_LIMIT if "by loads" in case else STACK_LIMIT)
-    assert not unwritten(kernel)
+    assert not mistakes(kernel)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import GPUS, compiled, usage  # noqa: E402
-from benchmarks.sass import unwritten  # noqa: E402
 from flashattn_lite import decode  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import decode_launch  # noqa: E402
@@ -93,7 +93,7 @@ def test_decode_compiles(gpu, case):
         if gpu == "sm_90":
             assert usage(kernel).stack <= STACK_LIMIT.get(case, 0)
             assert usage(kernel).blocks(gpu) >= programs  # by which a launch is taken to fill the GPU
-            assert "wgmma" not in code or not unwritten(kernel)
+            assert "wgmma" not in code or not mistakes(kernel)
 
 
 @pytest.mark.parametrize(

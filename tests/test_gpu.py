@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.reference import attention_reference
+from flashattn_lite.testing import Case, assert_close_to_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -156,7 +158,9 @@ def test_the_portable_kernels_leave_room_for_a_masks_tiles(dtype, dim, len_k, ki
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [(64, 8), (64, 16), (128, 16), (32, 4)], ids=str)
+@pytest.mark.parametrize(
+    "dim", [(64, 8), (64, 16), (128, 16), (32, 4), (128, 32), (72, 24), (136, 32), (16, 64), (32, 128)], ids=str
+)
 def test_narrow_values_in_aligned_rows(dim, dtype):
     """Beside those between 16-byte addresses (test_attention.py), forward and backward."""
     torch.manual_seed(0)
@@ -172,3 +176,18 @@ def test_narrow_values_in_aligned_rows(dim, dtype):
     eps = 8 * torch.finfo(dtype).eps + 2e-6
     for ours, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [(64, 8), (128, 16), (136, 32), (8, 24), (16, 64)], ids=str)
+def test_narrow_values_of_rows_that_are_done_again(dim, dtype):
+    """Scores that leave the first tile's maximum far behind, and an infinity of V: loops of their own."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, n, d, device="cuda", dtype=dtype) for n, d in ((70, dim[0]), (200, dim[0]), (200, dim[1]))
+    )
+    k[:, :, 150:] *= 300
+    v[:, 0, 100, 1] = math.inf
+    lens = torch.tensor([200, 170], device="cuda", dtype=torch.int32)
+    case = Case(q, k, v, causal=True, kv_lens=lens)
+    assert_close_to_oracle(*fa.attention(q, k, v, return_lse=True, backend="triton", **case.options()), case)

@@ -25,7 +25,7 @@ from flashattn_lite.kernels.operands import (
     vectorised,
 )
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import TileConfig, attention_tile, padded, products, unaligned_tile
+from flashattn_lite.kernels.tuning import TileConfig, attention_tile, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -33,13 +33,14 @@ from flashattn_lite.target import Target
 
 def shape_of(problem: AttentionProblem, target: Target, config: TileConfig) -> dict[str, Any]:
     """What the tiles of all portable attention kernels have, forward and backward."""
+    block_d, block_dv = columns(problem, target, config.block_m)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded(problem.head_dim),
-        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "GROUP": problem.group,
         "PRODUCTS": products(problem, target),
     }

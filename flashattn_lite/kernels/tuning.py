@@ -51,9 +51,8 @@ HOPPER = (
 #   128: 2 x 8 x 1k  134  131  112  168 (153); 197, 1004     1 x 8 x 4k 1021 1046 837 1240 (1216); 1544, 7048
 #   256: 1 x 8 x 2k 1003, the others do not fit; 868, 10973. Tiles of 16 keys, or of eight warps, 1531 and 1651.
 FLOAT32, FLOAT32_LARGE = TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 2)
-# The same below wgmma's 64 rows: where rows are not 16-byte aligned, and for up to 64 columns of q and 32 of v, where
-# ptxas lost descriptors in 128 x 64 (found by `benchmarks/sass.py`; with more columns it lost none). By what it spills,
-# offline: two warps spill two to five times as much, at head dim 255 10 KB a thread.
+# The same below wgmma's 64 rows, where rows are not 16-byte aligned. By what it spills, offline: two warps spill two to
+# five times as much, at head dim 255 10 KB a thread.
 OFF_WGMMA_FLOAT32 = TileConfig(32, 32, 4, 1)
 # Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
 SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
@@ -82,6 +81,19 @@ def products(problem: AttentionProblem, target: Target) -> str:
     return "parts" if target.is_cuda(least) and not target.is_cuda(100) else "ieee"
 
 
+def columns(problem: AttentionProblem, target: Target, own_rows: int = 64) -> tuple[int, int]:
+    """Of tiles of q and k, and of v: powers of two that hold head dims, made alike in swizzle where wgmma reads them.
+
+    A tile of fewer than 64 columns of 16 bits is swizzled by as many bytes as a row of it has, one of more by 128.
+    Where tiles of two swizzles lie at one place in shared memory one after the other, as do parts of float32 and what
+    the redo of rows multiplies, ptxas 12.8 (Triton 3.6) loses descriptors of one of them (docs/design.md).
+    """
+    dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    has_wgmma = target.kind == "cuda" and target.arch == 90 and own_rows >= 64 and not target.interpreting
+    least = min(64, max(dim, dim_v)) if has_wgmma else 0
+    return max(dim, least), max(dim_v, least)
+
+
 def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile of the portable attention kernel.
 
@@ -94,8 +106,6 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
         return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
     if problem.dtype == torch.float32:
         if products(problem, target) == "parts":
-            if target.arch == 90 and dim <= 64 and padded(problem.head_dim_v) <= 32:
-                return OFF_WGMMA_FLOAT32
             if target.arch == 90 and dim <= 128 and mask_bytes < 4:
                 return FLOAT32_LARGE
             # Compiled by Triton 3.6 to 3.9, head dim 128: up to 116 KiB in two stages, 68 in one.
@@ -200,7 +210,7 @@ def backward_tile(
 def _backward_row_bytes(problem: AttentionProblem, target: Target) -> int:
     """Of a row of both members of a pair, as products take them."""
     itemsize = 6 if products(problem, target) == "parts" else problem.dtype.itemsize
-    return (padded(problem.head_dim) + padded(problem.head_dim_v)) * itemsize
+    return sum(columns(problem, target)) * itemsize
 
 
 def _backward_limit(target: Target) -> int:
@@ -225,8 +235,8 @@ def mask_gradient_tile(problem: AttentionProblem, target: Target, piped: bool, m
 
 def _fitting(problem: AttentionProblem, target: Target, config: TileConfig, mask_bytes: int) -> TileConfig:
     """The config made smaller until Q, the K/V stages and a mask's tiles fit on chip."""
-    q_bytes = padded(problem.head_dim) * problem.dtype.itemsize
-    kv_bytes = q_bytes + padded(problem.head_dim_v) * problem.dtype.itemsize
+    q_bytes, v_bytes = (count * problem.dtype.itemsize for count in columns(problem, target))
+    kv_bytes = q_bytes + v_bytes
     limit = shared_bytes(target) - (2 << 10 if mask_bytes else 0)  # barriers; what fits without a mask was compiled
     return _shrunk(config, limit, q_bytes, kv_bytes, mask_bytes)
 

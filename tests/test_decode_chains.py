@@ -27,7 +27,9 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 @pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
-    """One program a split, a chain, or a pair of chains, and the merge folds the rest: lengths at the borders of all.
+    """One program a split, two that stay apart, a chain, or a pair of chains, and the merge folds the rest.
+
+    Lengths at the borders of all.
 
     Nor does in how many loops a chain is read, or how many columns a merging program has.
     """
@@ -51,7 +53,10 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
     config_of = decode_launch.config_of
 
     def owned(chains, config):
-        return max(1, min(chains, 2 if config.owns_pairs else 1) * config.chain)
+        if chains == "apart":
+            return config.several, 1
+        own = max(1, min(chains, 2 if config.owns_pairs else 1) * config.chain)
+        return own, own
 
     def run(chains, flat, columns):
         monkeypatch.setattr(decode_launch, "splits_owned", lambda *x: owned(chains, x[2]))
@@ -62,15 +67,17 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
     expected = run(0, True, (16, 32, 64))
     assert bool(expected[0][..., 5:].isfinite().all())
     others = [(1, True, (16, 32, 64)), (2, True, (16, 32, 16)), (2, True, (16, 32, 64))]
+    others.append(("apart", True, (16, 32, 64)))
     for other in (*others, (1, False, (16, 64, 64)), (0, False, (128, 16, 16))):
         assert_same_bits(expected, run(*other), str(other), None)
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "chains"),
-    [(1, 1, 0), (8, 1, 1), (9, 1, 0), (16, 1, 2), (24, 1, 1), (64, 1, 2), (1, 16, 0), (8, 16, 1)],
-)
-def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, chains):
+    ("batch", "tokens", "own", "of_a_state"),
+    [(1, 1, 1, 1), (2, 1, 2, 1), (8, 1, 4, 4), (9, 1, 1, 1), (16, 1, 8, 8), (24, 1, 4, 4), (64, 1, 8, 8), (1, 16, 1, 1),
+     (8, 16, 4, 4)],
+)  # fmt: skip
+def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, own, of_a_state):
     """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too."""
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
@@ -79,14 +86,16 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
     call = decode_launch.Call(problem, inputs, None, out, lse, H200)
     splits = 16 if tokens == 16 else 32
-    assert call.partial.grid[0] == batch * 8 * splits // max(1, chains * call.tile.CHAIN)
-    assert call.tile.OWNS_PAIR is (chains == 2)
+    assert call.partial.grid[0] == batch * 8 * splits // own
+    assert call.merge.parts == splits // of_a_state
+    assert call.tile.OWNS_PAIR is (of_a_state == 8)
+    assert call.tile.SEPARATE is (own > of_a_state)
 
 
 def test_who_has_no_second_chain_owns_no_pair():
     config = DecodeConfig(16, 32, 256, 2, 3, paired=True, owns_pairs=True, programs=4)
     owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
-    assert owned == [4, 4, 8, 8]
+    assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 
 
 def test_fills():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ STACK_LIMIT = {
 PROGRAMS = {
     "one token": 4,
     "one token, a pair of chains": 4,
+    "one token, splits apart": 4,
     "paged": 4,
     "wide, 64 rows": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
@@ -44,6 +46,7 @@ EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide") 
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {}),
     "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 2048}),
+    "one token, splits apart": (8, 1, 128, 128, BF16, {"multiprocessors": 3}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
     "32 rows": (16, 4, 128, 128, BF16, {}),
@@ -59,6 +62,7 @@ CASES = {
 def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.dtype, options: dict) -> tuple:
     options = dict(options)
     batch, paged, keys = 2, options.pop("paged", False), options.pop("keys", 512)
+    target = replace(GPUS[gpu][1], multiprocessors=options.pop("multiprocessors", 1))
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
     k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
     table = torch.zeros(batch, 16, dtype=torch.int32) if paged else None
@@ -68,7 +72,7 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     numbers = (True, left, right, 1 / math.sqrt(dim), options.pop("softcap", None))
     inputs, problem = decode.problem_of(q, k, v, lens, table, sinks, *numbers)
     out, lse = torch.empty(batch, heads, tokens, dim_v, dtype=dtype), torch.empty(batch, heads, tokens)
-    return decode_launch.plan(problem, inputs, table, out, lse, GPUS[gpu][1])
+    return decode_launch.plan(problem, inputs, table, out, lse, target)
 
 
 def tile_of(launches: tuple) -> DecodeTile:
@@ -82,6 +86,7 @@ def tile_of(launches: tuple) -> DecodeTile:
 def test_decode_compiles(gpu, case):
     launches = plans(gpu, *CASES[case])
     assert tile_of(launches).OWNS_PAIR is ("pair" in case)
+    assert tile_of(launches).SEPARATE is ("apart" in case)
     for plan, name, programs in zip(
         launches, ("partial_kernel", "merge_kernel"), (PROGRAMS.get(case, 2), 16), strict=True
     ):
@@ -109,7 +114,10 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lengths_and_batch_do_not_recompile(tokens):
-    """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains."""
+    """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
+
+    And one where it has two splits that stay apart (test_decode_chains.py has when).
+    """
     hashes: dict[bool, set[tuple[str, ...]]] = {}
     for batch, capacity in ((1, 100), (1, 5000), (64, 8192), (3, 2**20)):
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
@@ -127,10 +135,10 @@ def test_lengths_and_batch_do_not_recompile(tokens):
 
 @pytest.mark.parametrize(
     ("keys", "window", "splits"),
-    [(1, None, 1), (4096, None, 16), (4097, None, 17), (8192, None, 32), (2**20, None, 32), (2**20, 1000, 5)],
+    [(1, None, 1), (2048, None, 16), (2049, None, 17), (4096, None, 32), (2**20, None, 32), (2**20, 1000, 9)],
 )
 def test_room_for_the_splits_of_a_full_cache(keys, window, splits):
-    """As `splits_of` counts them, wherever in a tile the first key lies; 256 keys, more from 8k on."""
+    """As `splits_of` counts them, wherever in a tile the first key lies; 128 keys, more from 4k on."""
     q = torch.empty(1, 8, 1, 128, dtype=BF16, device="meta")
     k = torch.empty(1, 2, keys, 128, dtype=BF16, device="meta")
     lens = torch.empty(1, dtype=torch.int32, device="meta")

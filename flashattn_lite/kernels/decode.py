@@ -1,7 +1,8 @@
 """Split-KV decoding in Triton: states of parts of a cache. `decode_merge.py` merges, `decode_launch.py` starts them.
 
-One program of `partial_kernel` owns `own` neighbouring splits, one, a chain or two chains (see `decode_splits.py`), for
-the rows of one key/value head (the query heads that share it times the query tokens, BLOCK_M of them).
+One program of `partial_kernel` owns `own` neighbouring splits, one, a chain or two chains (see `decode_splits.py`), or
+several that leave a state each, for the rows of one key/value head (the query heads that share it times the query
+tokens, BLOCK_M of them).
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32;
 (m_c, l_c, acc_c) that of the chain's splits before it, (m_p, l_p, acc_p) that of the chain before it.
 
@@ -63,17 +64,34 @@ def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def store_state(states, first_row, offs_r, rows, m_i, l_i, acc, T: tl.constexpr):
+    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
+    offs_d = tl.arange(0, T.BLOCK_DV)
+    at = first_row + offs_r
+    tl.store(states[0] + at, m_i, mask=offs_r < rows)
+    tl.store(states[1] + at, l_i, mask=offs_r < rows)
+    ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+    wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
+    # To be kept in L2 until the merge has read it, while K and V run through. Where one is of two chains it was slower
+    # (64 x 8k 487 us for 481), and wider tiles have no register left for it.
+    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 and not T.OWNS_PAIR else ""
+    tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
+
+
+@triton.jit
 def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-           scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+           scale_log2, softcap, dst, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """`chain`, a state, with the tiles first <= i < last folded into it: splits of `each` tiles, one if not FLAT.
 
     OWNS_PAIR: of the two chains that these splits are, added up. FINITE: from a V without its infinities and NaN.
+    SEPARATE: each split's state is stored instead, at `dst`, the first arguments of `store_state`, and behind it.
     """
     m_c, l_c, acc_c = chain
     m_p, l_p, acc_p = no_keys(T.BLOCK_M, T.BLOCK_DV)  # of the first chain of a pair, once it is done
     # Of 16 rows the warps share the keys: l_i stays spread over these, so that no tile makes the warps meet for a sum.
     KEYS: tl.constexpr = T.BLOCK_N if T.BLOCK_M == 16 else 1
     m_i, l_i, acc = empty_split(KEYS, T)
+    row_of_split = dst[1]
     left = each  # tiles of the split at hand
     splits = T.CHAIN  # of the first chain that are left
     for i in tl.range(first, last):
@@ -99,13 +117,21 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
         if T.FLAT:
             left -= 1
             if left == 0:
-                m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+                if T.SEPARATE:
+                    store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
+                    row_of_split += dst[3]
+                else:
+                    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
                 m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
                 splits -= 1
                 if T.OWNS_PAIR and splits == 0:
                     m_p, l_p, acc_p = whole(m_c, l_c, acc_c)
                     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
+    if T.SEPARATE:
+        if left < each:  # the last split is shorter
+            store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
+        return m_c, l_c, acc_c
     m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
     if T.OWNS_PAIR:
         m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
@@ -116,7 +142,7 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
 
 @triton.jit
 def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                  scale_log2, softcap, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                  scale_log2, softcap, dst, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The state of these rows over the tiles first <= i < last: splits of `each` tiles, folded in order.
 
     In one loop if FLAT: at the end of a loop of its own, each split would wait for its first keys again.
@@ -124,12 +150,13 @@ def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     if T.FLAT:
         return attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k,
-                      diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
+                      diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F, T)  # fmt: skip
     else:
         for start in tl.range(first, last, each):
             end = tl.minimum(start + each, last)
             m_c, l_c, acc_c = attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, start, end, each, lo, hi,
-                                     offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, FINITE, F, T)  # fmt: skip
+                                     offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F,
+                                     T)  # fmt: skip
         return m_c, l_c, acc_c
 
 
@@ -152,31 +179,17 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
     return acc
 
 
-@triton.jit
-def store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T: tl.constexpr):
-    """A program's state of the rows offs_r [M]; row 0 lies at row first_row of states (m, l [..], acc [.., Dv])."""
-    offs_d = tl.arange(0, T.BLOCK_DV)
-    at = first_row + offs_r
-    tl.store(states[0] + at, m_i, mask=offs_r < rows)
-    tl.store(states[1] + at, l_i, mask=offs_r < rows)
-    ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
-    wanted = (offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
-    # To be kept in L2 until the merge has read it, while K and V run through. Where one is of two chains it was slower
-    # (64 x 8k 487 us for 481), and wider tiles have no register left for it.
-    KEPT: tl.constexpr = "evict_last" if T.BLOCK_DV <= 128 and not T.OWNS_PAIR else ""
-    tl.store(ptrs, acc, mask=wanted, eviction_policy=KEPT)
-
-
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
-                               "diag_hi"])  # fmt: skip
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "programs", "num_states", "own", "heads", "len_q",
+                               "max_k", "diag_lo", "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, parts, own, heads, len_q, max_k, diag_lo, diag_hi, scale_log2, softcap,
-                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                   stride_tb, pages, num_m, programs, num_states, own, heads, len_q, max_k, diag_lo, diag_hi,
+                   scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """programs, num_states: of a sequence and head, where it fills its cache."""
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
-    head, at = divided(tl.program_id(0), parts * num_m)
+    head, at = divided(tl.program_id(0), programs * num_m)
     b, h = divided(head, heads)
     part, block_m = divided(at, num_m)
 
@@ -205,16 +218,18 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
     start, last = first + split * each, first + tl.minimum(end * each, tiles)
+    first_row = ((b.to(tl.int64) * heads + h) * num_states + (split if T.SEPARATE else part)) * rows
+    dst = (states, first_row, offs_r, rows)
     m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k, diag_lo,
-                                  diag_hi, scale_log2, softcap, False, F, T)  # fmt: skip
-    first_row = ((b.to(tl.int64) * heads + h) * parts + part) * rows
-    store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+                                  diag_hi, scale_log2, softcap, dst, False, F, T)  # fmt: skip
+    if not T.SEPARATE:
+        store_state(*dst, m_i, l_i, acc, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
             m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k,
-                                          diag_lo, diag_hi, scale_log2, softcap, True, F, T)  # fmt: skip
+                                          diag_lo, diag_hi, scale_log2, softcap, dst, True, F, T)  # fmt: skip
             acc = add_infinities(acc, v_src, table_ptr, pages, start, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
                                  F, T)  # fmt: skip
             tl.debug_barrier()  # the first store comes first
-            store_state(states, m_i, l_i, acc, first_row, offs_r, rows, T)
+            store_state(*dst, m_i, l_i, acc, T)

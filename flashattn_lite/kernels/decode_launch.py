@@ -17,7 +17,7 @@ from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, DecodeConfig, decode_tile, fills, padded
+from flashattn_lite.kernels.tuning import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target
@@ -65,6 +65,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         CHAIN=config.chain,
         PAIRED=config.paired,
         OWNS_PAIR=False,
+        SEPARATE=False,
         COLUMNS=min(config.columns[0], padded(problem.head_dim_v)),
         OWN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
         FLAT=config.flat,
@@ -99,24 +100,26 @@ class Call:
         num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
-        own = splits_owned(splits, num_m * heads, config, target)
-        if own > tile.CHAIN:
+        own, of_a_state = splits_owned(splits, num_m * heads, config, target)
+        if of_a_state > tile.CHAIN:
             tile = replace(tile, OWNS_PAIR=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
+        elif own > of_a_state:
+            tile = replace(tile, SEPARATE=True)
         self.tile = tile
-        parts = triton.cdiv(splits, own)
+        programs, states = triton.cdiv(splits, own), triton.cdiv(splits, of_a_state)
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
-            *(step, k.shape[0], num_m, parts, own, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, programs, states, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
         partial: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         partial["enable_fp_fusion"] = False
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
-        self.partial = Starter(partial_kernel, num_m * parts * heads, partial)
-        self.merge = Merge(problem, tile, parts, own, config.merge_registers, out, lse, target)
+        self.partial = Starter(partial_kernel, num_m * programs * heads, partial)
+        self.merge = Merge(problem, tile, states, of_a_state, config.merge_registers, out, lse, target)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
@@ -159,10 +162,18 @@ def plan(
     )
 
 
-def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> int:
-    """Splits of one program: a pair of chains, a chain, or a split; the most with which the programs fill the GPU."""
+def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> tuple[int, int]:
+    """Splits of one program, and of one state: a pair of chains or a chain, the most with which programs fill the GPU.
+
+    Else a state is one split's, of which a program has several where there would be many and one wave holds these.
+    """
     choices = (2 * config.chain, config.chain) if config.owns_pairs and splits > config.chain else (config.chain,)
-    return next((n for n in choices if fills(rows * triton.cdiv(splits, n), config.programs, target)), 1)
+    for own in choices:
+        if fills(rows * triton.cdiv(splits, own), config.programs, target):
+            return own, own
+    several = rows * triton.cdiv(splits, config.several)
+    fit = several <= config.programs * target.multiprocessors
+    return (config.several if fit and rows * splits > MANY * target.multiprocessors else 1), 1
 
 
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:

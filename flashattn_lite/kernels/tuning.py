@@ -283,6 +283,7 @@ class DecodeConfig:
     chain: int = 4  # neighbouring splits that are folded one after the other
     paired: bool = False  # neighbouring chains are added up first, whoever does it
     owns_pairs: bool = False  # and a program may own two, if flat
+    several: int = 1  # splits of a program, each with a state, where else there would be MANY; if flat, of one token
     programs: int = 2  # of partial_kernel on a multiprocessor at once
     flat: bool = True  # a chain is one loop over its keys, not one over its splits of one over their keys
     # Of the output, a merging program: where each split has a state, a chain, a pair of chains.
@@ -304,11 +305,20 @@ DECODE_TILE_BYTES = 16 << 10
 # eight, microseconds: 32 query and 8 key heads, 16 tokens, 1 x 8k 24.4 18.9 23.0, 8 x 8k 74.7 76.2 79.2; 64 and 8, four
 # tokens, 1 x 8k 24.0 18.3 22.3, 8 x 8k 72.2 73.6 76.6; 32 and 1, one token, 8 x 8k 22.9 16.8 20.8.
 SPLIT_KEYS = ((8, 256), (1 << 31, 512))
+ONE_TOKEN_KEYS = 128  # where `decode_tile` takes four programs a multiprocessor: see MANY
 # Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
+# One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
+# has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key
+# heads of 128: 1 x 1k 8.8 6.8, 1 x 2k 9.1 7.9, 1 x 4k 10.5 8.9, 2 x 2k 10.9 9.0, 4 x 1k 11.1 9.2, 8 x 4k 39.5 37.1,
+# 16 x 2k 40.1 37.3, 32 x 1k 42.6 38.4, level from 8k keys on; but 2 x 4k 12.9 13.6, 4 x 2k 13.1 13.8, 8 x 1k 13.8 14.4
+# (one split a program 14.3, 14.8, 15.0). Heads of 64: 8 x 20 x 1500 22.6 20.3, 8 x 12 x 1k 11.2 12.2. Pages of 16:
+# 1 x 2k 11.2 8.7, 8 x 2k 25.4 24.2, 16 x 2k 45.9 40.8, 2 x 4k 15.1 15.3. 12 x 3000, whose splits one wave does not hold
+# in twos: 45.2, 46.6 in twos, 43.3 in ones.
+MANY = 2
 # Columns of a merging program. Where each split has a state, 16 and 32: 1 x 8k 13.1 and 13.3 us, 1 x 32k 36.0, 36.2.
 # Where a chain has one, 32, 64, 128: 8 x 8k 66.7 67.3 67.8, 64 x 8k 502 500 503, four tokens 68.7 68.3 68.5, sixteen
 # 81.7 76.8 75.7, pages of 16, 8 x 8k 71.4 72.0 71.7. Registers, 64, 96, 128, 255: level.
@@ -335,7 +345,8 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     if target.interpreting:
         # So that small tests cross borders.
         small = DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, flat=False, columns=(16, 32, 16))
-        return replace(small, lanes=8, paired=True, owns_pairs=True, flat=True) if problem.len_q == 1 else small
+        one = replace(small, lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
+        return one if problem.len_q == 1 else small
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -354,7 +365,9 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
-        one = DecodeConfig(rows, block_n, split, 4, stages, paired=True, programs=4, columns=(16, 32, 64))
+        one = DecodeConfig(
+            rows, block_n, ONE_TOKEN_KEYS, 4, stages, paired=True, programs=4, columns=(16, 32, 64), several=2
+        )
         if paged:
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.

@@ -32,7 +32,7 @@ import flashattn_lite
 from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS, TIMED_MS, WARM_MS
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
-from benchmarks.providers import Provider, flash_attention, flash_attention_3
+from benchmarks.providers import Provider, compiled_flex, flash_attention, flash_attention_3
 from benchmarks.timing import Timing, median, sustained
 
 HEADS_Q, HEADS_KV, DIM, PAGE = 32, 8, 128, 16
@@ -102,9 +102,9 @@ def sdpa(backend: SDPBackend) -> Call:
 
 
 def flex() -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = compiled_flex()
     masks: dict[tuple[int, int], Any] = {}
 
     def call(data: Data) -> Tensor:

@@ -64,7 +64,7 @@ def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
     labels: list[tuple[str, tuple[float, float], str]] = []
     for provider, points in curves.items():
         text = NAMES.get(provider, provider) + ("" if max(points)[0] == lengths[-1] else " (absent beyond)")
-        labels.append((text, max(points), STYLES[provider]["color"]))
+        labels.append((text, (lengths[-1], max(points)[1]), STYLES[provider]["color"]))  # right of all curves
     for power, provider, text in ((1, "flashattn_lite", "∝ L"), (2, "naive", "∝ L²")):
         if provider in curves:
             labels.append((text, slope(axes, power, curves[provider], lengths[-1]), GREY))

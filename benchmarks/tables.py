@@ -199,7 +199,8 @@ def decode(rows: Sequence[Row]) -> list[str]:
     for (batch, keys, tokens), cell in sorted(cells.items(), key=lambda item: tuple(map(int, item[0]))):
         name = f"{batch} x {int(keys) >> 10}k" + ("" if tokens == "1" else f", {tokens} tokens")
         both = f"{cell[OURS] / cell['read']:.2f}, {to_best(cell, 'read'):.2f}"
-        lines.append(line(name, *(f"{cell[provider]:.0f}" for provider in shown), both))
+        texts = (f"{cell[provider]:.0f}" if provider in cell else "-" for provider in shown)
+        lines.append(line(name, *texts, both))
     return lines
 
 

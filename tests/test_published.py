@@ -54,8 +54,8 @@ def test_the_aims_are_compared_with_the_results():
     decoding = tables.decode_cells(tables.results()("decode"))
     best = {key: tables.to_best(cell, "read") for key, cell in decoding.items()}
     assert reached["decoding: the best rival in every cell"] == (
-        f"{sum(ratio >= 1 for ratio in best.values())} of 7; **64 x 8k {best['64', '8192', '1']:.2f}, sixteen tokens "
-        f"{best['8', '8192', '16']:.2f}**"
+        f"{sum(ratio >= 1 for ratio in best.values())} of {len(best)}; **16 x 2k {best['16', '2048', '1']:.2f}, "
+        f"64 x 8k {best['64', '8192', '1']:.2f}, sixteen tokens {best['8', '8192', '16']:.2f}**"
     )
     assert reached["decoding: 1.3 of the best rival at 1 x 8k"].startswith(f"**{best['1', '8192', '1']:.2f}**; a read")
 
@@ -150,7 +150,7 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
                  for alone in (True, False))  # fmt: skip
     assert f"Decoding (commit {commit['decode']}): with one sequence we reach" in text
     assert f"one sequence we reach {between(one)} times the speed of the fastest rival" in text
-    assert f"with 8 or 64 sequences {between(more)}." in text
+    assert f"with 8 to 64 sequences {between(more)}." in text
     shapes = {shape: [tables.to_best(cell, "copy") for cell in pair]
               for shape, pair in tables.bandwidths(read("softmax"), "softmax")}  # fmt: skip
     short = [pair for shape, pair in shapes.items() if (cols := int(shape.split(" x ")[1])) <= 16384 and cols % 2 == 0]
@@ -165,3 +165,22 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
                if shape in long[4:] for cell in pair]  # fmt: skip
     assert f"{between(to_copy)} of a copy's speed all the same: 8192 x 50257 {bf16[4]:.2f} and {fp32[4]:.2f}," in text
     assert f" 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f} (commit {commit['softmax']})." in text
+
+
+def test_peak_memory_is_that_of_the_results():
+    rows = tables.results()("memory")
+    peaks = {op: {row["provider"]: float(row["median"]) / 2**20 for row in rows
+                  if row["metric"] == "peak_allocated_bytes" and (row["op"], row["len_q"]) == (op, "32768")}
+             for op in ("forward", "forward+backward")}  # fmt: skip
+    assert round(peaks["forward"]["naive"] / 2**10) == 64
+    assert "naive" not in peaks["forward+backward"]
+    ours, both = peaks["forward"]["flashattn_lite"], peaks["forward+backward"]
+    names = ("flashattn_lite", "torch cudnn", "torch efficient", "torch flash")
+    lite, cudnn, efficient, flash = (f"{both[name]:.0f}" for name in names)
+    (commit,) = {row["commit"] for row in rows}
+    page, readme = (" ".join(text.split()) for text in (PAGE, README))
+    assert f"commit {commit}): the forward takes its lse, {ours:.0f} MiB at 32k tokens, where naive" in page
+    assert f"backward take {lite} MiB, torch's cuDNN backward {cudnn}, its efficient one {efficient}, its" in page
+    assert f"its flash backward {flash}." in page
+    assert f"commit {commit}) the forward takes {ours:.0f} MiB, forward and backward take {lite}, where" in readme
+    assert f"torch's cuDNN backward takes {cudnn} and its flash backward {flash}" in readme

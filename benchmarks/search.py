@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", action="store_true", help="compute the problems, too, on --device")
+    parser.add_argument("--run", action="store_true", help="compute the problems on --device instead")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -207,3 +207,16 @@ def test_a_result_is_checked_outside_of_its_providers_setting(monkeypatch):
     qkv = [torch.randn(2, 2, 16, 8) for _ in range(3)]
     found = host_time.subjects({"ours": providers.Provider(call, setting)}, qkv, True, absent)
     assert [subject.name for subject in found] == ["ours"] and not absent
+
+
+@needs_triton
+@pytest.mark.parametrize("features", [{"mask": "half"}, {"sinks": True, "kv_lens": True, "causal": True}], ids=str)
+def test_the_search_holds_problems_to_the_definition(features, monkeypatch):
+    from benchmarks import search
+
+    case = search.case_of(8, 4, torch.float32, 64, features, seed=3, device="cpu")
+    assert search.wrong(case, "tiled") == []
+    attention = search.fa.attention
+    monkeypatch.setattr(search.fa, "attention", lambda q, k, v, **options: attention(q, k, v * 1.01, **options))
+    found = [line.partition(": ")[0] for line in search.wrong(case, "tiled")]
+    assert found == ["tiled, matches_oracle", "tiled, gradients_match_autograd"]

@@ -26,8 +26,8 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 # registers for two passes, of which the second is the rare careful one.
 STACK_LIMIT = {
     "paged": 32,
-    "16 tokens": 104,
-    "32 rows": 120,
+    "16 tokens": 96,
+    "32 rows": 128,
     "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
     "wide": 16,

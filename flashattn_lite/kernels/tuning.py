@@ -305,7 +305,7 @@ DECODE_TILE_BYTES = 16 << 10
 # eight, microseconds: 32 query and 8 key heads, 16 tokens, 1 x 8k 24.4 18.9 23.0, 8 x 8k 74.7 76.2 79.2; 64 and 8, four
 # tokens, 1 x 8k 24.0 18.3 22.3, 8 x 8k 72.2 73.6 76.6; 32 and 1, one token, 8 x 8k 22.9 16.8 20.8.
 SPLIT_KEYS = ((8, 256), (1 << 31, 512))
-ONE_TOKEN_KEYS = 128  # and two tiles, where `decode_tile` takes four programs a multiprocessor: see MANY
+ONE_TOKEN_KEYS = 128  # where `decode_tile` takes four programs a multiprocessor: see MANY
 # Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
@@ -365,8 +365,9 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
     if max(dim, dim_v) <= 128 and problem.len_q == 1 and not problem.features.softcap:
-        split = max(ONE_TOKEN_KEYS, 2 * block_n)
-        one = DecodeConfig(rows, block_n, split, 4, stages, paired=True, programs=4, columns=(16, 32, 64), several=2)
+        one = DecodeConfig(
+            rows, block_n, ONE_TOKEN_KEYS, 4, stages, paired=True, programs=4, columns=(16, 32, 64), several=2
+        )
         if paged:
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -14,6 +15,7 @@ from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper  # noqa: E402
+from flashattn_lite.kernels.tuning_hopper import HopperConfig  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -73,11 +75,17 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options"), [(128, {"varlen": True}), (128, {"causal": True}), (64, {"rows": 2048})]
+    ("head_dim", "options", "config"),
+    [
+        (128, {"varlen": True}, None),
+        (128, {"causal": True}, None),
+        (64, {"rows": 2048}, HopperConfig(3, 64, 4, carried="kv", q_held=True)),
+    ],
 )
-def test_q_is_given_back_when_a_product_has_used_it(head_dim, options):
+def test_q_is_given_back_when_a_product_has_used_it(head_dim, options, config):
     """Read into registers, and nobody told that its room is free before they have been used: see take_q."""
-    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim, torch.bfloat16, **options)
+    planner = functools.partial(attention_hopper_launch.plan, config=config)
+    plan = attention_plan(planner, "sm_90", head_dim, head_dim, torch.bfloat16, **options)
     ptx = compiled("sm_90", plan).asm["ptx"]
     events = re.findall(r"ldmatrix|mbarrier\.arrive|wgmma\.mma_async", ptx)
     behind = [event for read, event in itertools.pairwise(events) if read == "ldmatrix" != event]
@@ -214,7 +222,7 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("v_in_pieces", [True, False])
 def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, v_in_pieces, monkeypatch):
-    monkeypatch.setattr(tuning_hopper, "V_IN_PIECES", v_in_pieces)
+    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", not v_in_pieces)
     _, problem = attention_problem(
         *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
     )

@@ -89,7 +89,7 @@ def update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr,
 def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
     """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
-    q_s, k_s, v_s = rings[0], rings[1], rings[2]
+    q_s, v_s = rings[0], rings[2]
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
@@ -103,12 +103,11 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     dirty = 0
     writes_done()  # of O as the first pass left it, which is read and written from here on
     q_at, q_phase = q_slot(n_tile, WG, T)
-    q = pieces_of(q_at, q_s, ROWS, T.PIECES)
     mbarrier.wait(bars.q_full.index(q_at), q_phase)
     for i in range(task.count):
         at, phase = stage(it, T)
         mbarrier.wait(bars.k_full.index(at), phase)
-        s = query_key(q, k_s, at, zero, T)
+        s = query_key(q_at, rings, at, zero, False, T)
         s = warpgroup_mma_wait(0, [s])
         mask = mask_tile(at, i, rings, rows, task, args, WG, F, T)
         m_i, l_i, alpha, p = update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F, T)

@@ -22,10 +22,22 @@ def pieces_of(at, ring, LENGTH: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def query_key(q, k_s, at, zero, T: gl.constexpr):
-    """Q K^T [64, N] of the `at`-th tile of K in shared memory, under way."""
+def unknown(number):
+    """The number, of which LLVM no longer knows that it is the same in every step of a loop."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def query_key(q, rings, at, zero, HELD: gl.constexpr, T: gl.constexpr):
+    """Q K^T [64, N] of the `at`-th tile of K in shared memory, under way; q is HELD in registers, or Q's place."""
     PIECES: gl.constexpr = T.PIECES
-    k = pieces_of(at, k_s, T.BLOCK_N, PIECES)
+    if not HELD:
+        if T.BLOCK_D == 256:
+            # Else the descriptors of its 16 products are worked out ahead of the loops, and there are not as many
+            # uniform registers: each would come from another register, or from the stack, at every step.
+            q = unknown(q)
+        q = pieces_of(q, rings[0], zero.shape[0], PIECES)
+    k = pieces_of(at, rings[1], T.BLOCK_N, PIECES)
     s = warpgroup_mma(q[0], k[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     for i in gl.static_range(1, PIECES):
         s = warpgroup_mma(q[i], k[i].permute((1, 0)), s, is_async=True)

@@ -38,16 +38,16 @@ def pass_turn(WG: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def take_q(q_at, q_s, S_LAYOUT: gl.constexpr, T: gl.constexpr):
-    """The pieces of this consumer's rows of Q [64, D]: where they lie or, with Q_HELD, in registers."""
+    """This consumer's rows of Q [64, D] as `query_key` takes them: their place or, with Q_HELD, pieces in registers."""
     PIECES: gl.constexpr = T.PIECES
-    q = pieces_of(q_at, q_s, ROWS, PIECES)
     if T.Q_HELD:
+        q = pieces_of(q_at, q_s, ROWS, PIECES)
         held = ()
         for i in gl.static_range(PIECES):
             held = held + (q[i].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
         return held
     else:
-        return q
+        return q_at
 
 
 @gluon.jit
@@ -73,7 +73,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
            F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Takes tiles first <= i < last into the state; p is that of tile first - 1, whose V has not been added yet."""
     acc, m_i, l_i = state
-    k_s, v_s = rings[1], rings[2]
+    v_s = rings[2]
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, p.type.layout)
     at, phase = stage(it, T)
@@ -85,7 +85,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
         mbarrier.wait(bars.k_full.index(k_at), k_phase)
         w = pack_p(p, v[0], P_LAYOUT)
         await_turn(WG, T)
-        s = query_key(q, k_s, k_at, zero, T)
+        s = query_key(q, rings, k_at, zero, T.Q_HELD, T)
         mbarrier.wait(bars.v_full.index(at), phase)
         acc = add_values(w, v, acc, T)
         pass_turn(WG, T)
@@ -149,7 +149,7 @@ def first_scores(q, rings, bars, it, skip, rows, task, args, S_LAYOUT: gl.conste
     at, phase = stage(it, T)
     mbarrier.wait(bars.k_full.index(at), phase)
     zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    s = query_key(q, rings[1], at, zero, T)
+    s = query_key(q, rings, at, zero, T.Q_HELD, T)
     mask = mask_tile(at, skip, rings, rows, task, args, WG, F, T)
     pass_over_v(skip > 0, bars, it - 1, T)
     s = warpgroup_mma_wait(0, [s])

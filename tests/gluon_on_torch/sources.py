@@ -35,6 +35,7 @@ def asm(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool,
         ("atom.relaxed.gpu.global.add", draw),
         ("st.relaxed.gpu.global.v2.b64", store_words),
         ("ld.relaxed.gpu.global.v2.b64", load_words),
+        ("mov.u32 $0, $1;", lambda text, args, dtype: value(args[0])),
     ):
         if part in text:
             return act(text, args, dtype)

@@ -114,7 +114,7 @@ class Derivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError("attention_backward: gradients of attention have no gradients of their own")
+        _no_second_derivative()
 
     @staticmethod
     def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -131,6 +131,13 @@ def one_by_one(
     ]
     outs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
     return outs, (0,) * len(outs)
+
+
+def _no_second_derivative(*_: Any) -> None:
+    raise NotImplementedError(
+        "attention: its gradients have no gradients of their own; got a backward pass through them (create_graph=True, "
+        "a Hessian). Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
+    )
 
 
 def derivative(*args: Any) -> tuple[Tensor, ...]:
@@ -195,4 +202,5 @@ def _gradients(
 
 attention.register_autograd(_backward, setup_context=_save)
 attention.register_vmap(functools.partial(one_by_one, attention))
+attention_backward.register_autograd(_no_second_derivative)
 attention_backward.register_vmap(functools.partial(one_by_one, attention_backward))

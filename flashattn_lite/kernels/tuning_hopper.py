@@ -93,10 +93,11 @@ SHORT = 512  # keys
 # From Triton 3.8 on each product has registers of its own for P, and for a Q that is held. Older ptxas sees that they
 # are the same, that of CUDA 13.4, which Triton 3.9 is the first to take for sm_90, does not. Bytes of stack a thread,
 # causal, with V in three pieces and in one, 96 columns 656 and 160, 192 216 and 160; Triton 3.8, in three, 40 and 24.
-# Triton 3.9 on an H100, TFLOP/s, causal and full, means of three short runs in turn, at 1k, 2k, 4k and 16k keys:
+# Triton 3.9 on an H100, TFLOP/s, causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
 #   64:  three, 64 keys, Q held        291 413 466 525, 419 479 504 545
 #        the same, not held            321 421 480 549, 437 496 526 557
 #        two by turns, 128 keys        323 407 470 518, 455 484 498 512
+#        one, 3 blocks an SM           311 399 436 474, 398 442 471 444
 #   128: two by turns, 64 keys, held   452 544 595 678, 589 655 691 718
 #        the same, not held            451 566 605 682, 591 612 669 687
 #        two by turns, 128 keys        383 503 574 691, 578 627 651 712

@@ -13,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
+from benchmarks.sass import disassembled, flow, functions  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper  # noqa: E402
 from flashattn_lite.kernels.tuning_hopper import HopperConfig  # noqa: E402
@@ -91,6 +92,22 @@ def test_q_is_given_back_when_a_product_has_used_it(head_dim, options, config):
     behind = [event for read, event in itertools.pairwise(events) if read == "ldmatrix" != event]
     assert len(behind) >= 2  # of each consumer
     assert set(behind) == {"wgmma.mma_async"}
+
+
+def test_descriptors_are_made_where_they_are_used():
+    """Uniform registers hold those of a step at head dim 256: none comes from another register (`unknown`)."""
+    head_dim, head_dim_v, dtype, options = CASES["256"]
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
+    steps = []
+    for blocks, followers in map(flow, functions(disassembled(compiled("sm_90", plan)))):
+        for last, nexts in enumerate(followers):
+            for first in nexts:
+                step = [line.operation for block in blocks[first : last + 1] for line in block]
+                if first <= last and sum("GMMA" in operation for operation in step) == 16 + 4:  # Q K^T and P V
+                    steps.append(step)
+    assert len(steps) >= 2 * 2  # a loop with care and a fast one, of each consumer
+    assert not any("R2UR" in operation for step in steps if len(step) < 400 for operation in step)
+    assert sum(len(step) < 400 for step in steps) == 2  # the fast ones
 
 
 @pytest.mark.parametrize(
@@ -220,9 +237,11 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
 @pytest.mark.parametrize("group", [1, 3, 8, 100])
 @pytest.mark.parametrize("rows", [1, 40, 5000])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("v_in_pieces", [True, False])
-def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, v_in_pieces, monkeypatch):
-    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", not v_in_pieces)
+@pytest.mark.parametrize("copied", [False, True])
+def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, copied, monkeypatch):
+    """`copied`: by the Triton at hand or another."""
+    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", copied)
+    monkeypatch.setattr(tuning_hopper, "V_IN_PIECES", not copied)
     _, problem = attention_problem(
         *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
     )

@@ -90,10 +90,29 @@ LAST_TILES = 2  # row tiles a multiprocessor, at most, of the causal heads that 
 # 0.997 (causal 16k 0.97), kv 0.987.
 NEVER = 1 << 31  # keys
 SHORT = 512  # keys
+HOPPER_TALK = 3 << 10  # bytes of shared memory for the list of row tiles, messages and barriers, at most
+HopperTable = tuple[tuple[tuple[int, int], tuple[int, int], HopperConfig], ...]
+LONG_64 = HopperConfig(3, 64, 4, carried="kv", q_held=True)
+LONG_128 = HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)
+SHORT_128 = HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)
+HOPPER_TILES: HopperTable = (
+    ((64, 64), (2048, 2048), LONG_64),
+    ((64, 64), (SHORT, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
+    ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
+    ((128, 128), (2048, 4096), LONG_128),
+    ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
+    ((128, 128), (0, 0), SHORT_128),
+    ((192, 128), (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
+    ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
+    ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
+)
 # From Triton 3.8 on each product has registers of its own for P, and for a Q that is held. Older ptxas sees that they
 # are the same, that of CUDA 13.4, which Triton 3.9 is the first to take for sm_90, does not. Bytes of stack a thread,
 # causal, with V in three pieces and in one, 96 columns 656 and 160, 192 216 and 160; Triton 3.8, in three, 40 and 24.
-# Triton 3.9 on an H100, TFLOP/s, causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
+OPERANDS_COPIED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+V_IN_PIECES = not OPERANDS_COPIED
+# There these are tried first, without masks, at the head dims that were measured: Triton 3.9 on an H100, bf16, TFLOP/s,
+# causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
 #   64:  three, 64 keys, Q held        291 413 466 525, 419 479 504 545
 #        the same, not held            321 421 480 549, 437 496 526 557
 #        two by turns, 128 keys        323 407 470 518, 455 484 498 512
@@ -101,23 +120,12 @@ SHORT = 512  # keys
 #   128: two by turns, 64 keys, held   452 544 595 678, 589 655 691 718
 #        the same, not held            451 566 605 682, 591 612 669 687
 #        two by turns, 128 keys        383 503 574 691, 578 627 651 712
-OPERANDS_COPIED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-LONG_64 = HopperConfig(3, 64, 4, carried="kv", q_held=not OPERANDS_COPIED)
-LONG_128 = HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)
-SHORT_128 = HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)
-HOPPER_TALK = 3 << 10  # bytes of shared memory for the list of row tiles, messages and barriers, at most
-HopperTable = tuple[tuple[tuple[int, int], tuple[int, int], HopperConfig], ...]
-HOPPER_TILES: HopperTable = (
-    ((64, 64), (2048, 2048), LONG_64),
-    ((64, 64), (SHORT, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
-    ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
-    ((128, 128), (16384, 16384) if OPERANDS_COPIED else (2048, 4096), LONG_128),
-    ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
-    ((128, 128), (NEVER, 2048 if OPERANDS_COPIED else NEVER), replace(SHORT_128, q_held=False)),
-    ((128, 128), (0, 0), SHORT_128),
-    ((192, 128), (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
-    ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
-    ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
+# In another run the first was confirmed, and 128 causal; full 4k had 667 with 128 keys and 658 with 64.
+HOPPER_COPIED: HopperTable = (
+    ((64, 64), (2048, 2048), replace(LONG_64, q_held=False)),
+    ((128, 128), (16384, 16384), LONG_128),
+    ((128, 128), (NEVER, 2048), replace(SHORT_128, q_held=False)),
+    ((128, 128), (2048, NEVER), SHORT_128),
 )
 # With a mask that has one row for all queries, or that TMA can copy, these are tried first: the first beside whose K
 # its tiles fit. us on an H100 in turn, of bfloat16 [1, H, L, S] at d64 x 512, 1k, 2k, 4k, causal 1k; bool [L, S] at
@@ -165,7 +173,7 @@ def pieces(head_dim: int, in_three: bool = True) -> tuple[int, int]:
 
 def pieces_of_v(head_dim_v: int) -> tuple[int, int]:
     """(pieces, columns of one) in which the Hopper kernel takes V and adds up O."""
-    return pieces(head_dim_v, in_three=not OPERANDS_COPIED)
+    return pieces(head_dim_v, in_three=V_IN_PIECES)
 
 
 def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> HopperConfig:
@@ -192,6 +200,8 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
                 yield config
 
     table = HOPPER_TILES if mask_bytes is None else HOPPER_MASKED + HOPPER_TILES
+    if OPERANDS_COPIED and not problem.features.mask and dim == dim_v and dim in (64, 128):
+        table = HOPPER_COPIED + HOPPER_TILES
     config = replace(next(serving(table)), split=split)
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))

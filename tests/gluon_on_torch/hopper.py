@@ -36,7 +36,7 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     patch.setattr(calls, "_ready", {})
     patch.setattr(calls, "_gradients", {})
     patch.setattr(backward_launch, "why_not", lambda *_: ["only Gluon runs on PyTorch"])
-    patch.setattr(tuning_hopper, "OPERANDS_COPIED", False)  # whatever Triton's version: the more general
+    patch.setattr(tuning_hopper, "V_IN_PIECES", True)  # whatever Triton's version: the more general
     patch.setattr(start.Starter, "__call__", run)
     patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
     counters = attention_hopper_launch.counters

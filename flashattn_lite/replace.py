@@ -27,6 +27,7 @@ class Kind(NamedTuple):
     device: str
     mask: tuple[int, ...] | None
     is_causal: bool
+    transformed: bool  # seen by vmap, another transform, a mode or a subclass of Tensor: what is behind it runs
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name} {shape}" for name, shape in zip(sdpa.NAMES, self[:3], strict=True))
@@ -72,14 +73,15 @@ class Report:
         """Takes in a call of the function whose signature this is."""
         q, k, v = (tuple(x.shape) for x in (query, key, value))
         mask = None if attn_mask is None else tuple(attn_mask.shape)
-        kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal)
+        transformed = calls.watched() or type(query) not in (Tensor, torch.nn.Parameter)
+        kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal, transformed)
         args = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with self._lock:
             if kind in self.kinds:
                 self.kinds[kind] += 1
             elif len(self.kinds) < MOST:
                 self.kinds[kind] = 1
-                self.backends[kind] = "under a transform" if calls.watched() else sdpa.backend_of(*args)
+                self.backends[kind] = "under a transform" if transformed else sdpa.backend_of(*args)
             else:
                 self.others += 1
 
@@ -88,22 +90,51 @@ class Report:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
 
 
-def _standing_in(report: Report) -> Any:
-    """torch's function, by us."""
+class _Standing:
+    """Ours in the place of what stood there `before`. Taken out of the middle, it hands on what still calls it."""
 
-    @functools.wraps(sdpa.scaled_dot_product_attention)
-    def scaled_dot_product_attention(*args: Any, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return sdpa.scaled_dot_product_attention(*args, **options)
-        try:
-            out = sdpa.scaled_dot_product_attention(*args, **options)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            report._refuses(error)
-            raise
-        report._ran(*args, **options)
-        return out
+    def __init__(self, report: Report) -> None:
+        self.report, self.alive, self.before = report, True, F.scaled_dot_product_attention
 
-    return scaled_dot_product_attention
+        @functools.wraps(sdpa.scaled_dot_product_attention)
+        def scaled_dot_product_attention(*args: Any, **options: Any) -> Tensor:
+            if not self.alive:
+                return self.before(*args, **options)
+            if torch.compiler.is_compiling():
+                return sdpa.scaled_dot_product_attention(*args, **options)
+            try:
+                out = sdpa.scaled_dot_product_attention(*args, **options)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                report._refuses(error)
+                raise
+            report._ran(*args, **options)
+            return out
+
+        scaled_dot_product_attention.standing = self  # type: ignore[attr-defined]
+        self.function: Any = scaled_dot_product_attention
+
+
+_lock = threading.Lock()  # of what stands in torch's place, and of who put it there
+_installed: _Standing | None = None
+
+
+def _at(function: Any) -> _Standing | None:
+    """Whose function this is; None: not of ours."""
+    standing = getattr(function, "standing", None)  # functools.wraps would copy it too
+    return standing if standing is not None and standing.function is function else None
+
+
+def _put_in(report: Report) -> _Standing:
+    standing = _Standing(report)
+    F.scaled_dot_product_attention = standing.function
+    return standing
+
+
+def _take_out(standing: _Standing) -> None:
+    """In any order: those above it stay, and whoever left before it does not come back."""
+    standing.alive = False
+    while (top := _at(F.scaled_dot_product_attention)) is not None and not top.alive:
+        F.scaled_dot_product_attention = top.before
 
 
 @contextmanager
@@ -115,7 +146,8 @@ def replace_sdpa() -> Iterator[Report]:
 
     What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as torch's own modules and most
     models do) is served. A name bound before (`from torch.nn.functional import scaled_dot_product_attention`) and code
-    that was compiled before keep torch's. Contexts may be nested; each counts what is called inside of it alone.
+    that was compiled before keep torch's. Contexts may be nested, overlap in threads and hold an `install()`, which
+    stays when they end; each counts what is called while it is the last that was entered.
 
     Raises:
         Inside, whatever `flashattn_lite.scaled_dot_product_attention` raises: dropout is a NotImplementedError.
@@ -127,19 +159,17 @@ def replace_sdpa() -> Iterator[Report]:
         >>> report.calls
         1
     """
-    report, before = Report(), F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _standing_in(report)
+    with _lock:
+        standing = _put_in(Report())
     try:
-        yield report
+        yield standing.report
     finally:
-        F.scaled_dot_product_attention = before
-
-
-_installed: tuple[Any, Any, Report] | None = None  # torch's, ours, its report
+        with _lock:
+            _take_out(standing)
 
 
 def install() -> Report:
-    """As `replace_sdpa`, until `uninstall`. Once more does nothing, and returns the same report.
+    """As `replace_sdpa`, until `uninstall`. Once more returns the same report, and puts back what was thrown out.
 
     Example:
         >>> report = install()
@@ -150,27 +180,23 @@ def install() -> Report:
         1
     """
     global _installed
-    if _installed is None:
-        report = Report()
-        _installed = F.scaled_dot_product_attention, _standing_in(report), report
-        F.scaled_dot_product_attention = _installed[1]
-    return _installed[2]
+    with _lock:
+        if _installed is None:
+            _installed = _put_in(Report())
+        elif _at(F.scaled_dot_product_attention) is None:
+            _take_out(_installed)
+            _installed = _put_in(_installed.report)
+        return _installed.report
 
 
 def uninstall() -> None:
-    """Puts back what `install` found; does nothing where it was not called.
+    """Takes out what `install` put in; does nothing where it was not called.
 
-    Raises:
-        RuntimeError: something else stands there now, which this would throw out.
+    What was put there since, a `replace_sdpa()` or somebody else's function, stays; where it calls what it found, it
+    calls torch's from here on.
     """
     global _installed
-    if _installed is None:
-        return
-    before, ours, _ = _installed
-    if F.scaled_dot_product_attention is not ours:
-        raise RuntimeError(
-            "uninstall: torch.nn.functional.scaled_dot_product_attention is no longer what install() put there, but "
-            f"{F.scaled_dot_product_attention!r}. Take that out first (leave replace_sdpa(), say), then uninstall."
-        )
-    F.scaled_dot_product_attention = before
-    _installed = None
+    with _lock:
+        if _installed is not None:
+            _take_out(_installed)
+            _installed = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -120,8 +121,10 @@ def test_a_call_under_a_transform_is_counted():
     q, k, v = qkv(3, 1, 2, 4, 8)
     with fa.replace_sdpa() as report:
         out = torch.vmap(F.scaled_dot_product_attention)(q, k, v)
+        F.scaled_dot_product_attention(q[0], k[0], v[0])  # the same shapes, by a backend
     torch.testing.assert_close(out, TORCHS(q, k, v))
-    assert report.calls == 1 and list(report.backends.values()) == ["under a transform"]
+    assert report.calls == 2
+    assert list(report.backends.values()) == ["under a transform", fa.explain(q[0], k[0], v[0]).backend]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -161,11 +164,84 @@ def test_installed_until_uninstalled():
     fa.uninstall()
 
 
-def test_uninstall_throws_nobody_out():
-    fa.install()
-    with fa.replace_sdpa():
-        ours = F.scaled_dot_product_attention
-        with pytest.raises(RuntimeError, match=r"uninstall: .* is no longer what install\(\) put there"):
-            fa.uninstall()
-        assert F.scaled_dot_product_attention is ours
+def test_installed_inside_a_context_stays_when_it_ends():
+    q, k, v = qkv(1, 2, 4, 8)
+    with fa.replace_sdpa() as inside:
+        report = fa.install()
+        F.scaled_dot_product_attention(q, k, v)
+    assert F.scaled_dot_product_attention is not TORCHS
+    F.scaled_dot_product_attention(q, k, v)
+    assert fa.install() is report and (inside.calls, report.calls) == (0, 2)
     fa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_uninstalled_inside_a_context_that_stays():
+    q, k, v = qkv(1, 2, 4, 8)
+    report = fa.install()
+    with fa.replace_sdpa() as inside:
+        fa.uninstall()
+        F.scaled_dot_product_attention(q, k, v)
+    assert F.scaled_dot_product_attention is TORCHS and (report.calls, inside.calls) == (0, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)])
+def test_contexts_end_in_any_order(order):
+    q, k, v = qkv(1, 2, 4, 8)
+    contexts = [fa.replace_sdpa() for _ in range(3)]
+    reports = [context.__enter__() for context in contexts]
+    left = [0, 1, 2]
+    counts = [0, 0, 0]
+    for i in order:
+        F.scaled_dot_product_attention(q, k, v)
+        counts[left[-1]] += 1
+        contexts[i].__exit__(None, None, None)
+        left.remove(i)
+    assert F.scaled_dot_product_attention is TORCHS
+    assert [report.calls for report in reports] == counts
+
+
+def test_contexts_of_many_threads_leave_torchs():
+    def enter():
+        for _ in range(100):
+            with fa.replace_sdpa():
+                assert F.scaled_dot_product_attention is not TORCHS
+
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_somebody_elses_function_on_top_stays_and_reaches_torchs():
+    q, k, v = qkv(1, 2, 4, 8)
+    report = fa.install()
+    found = F.scaled_dot_product_attention
+
+    @functools.wraps(found)
+    def theirs(*args, **options):
+        return 2 * found(*args, **options)
+
+    F.scaled_dot_product_attention = theirs
+    F.scaled_dot_product_attention(q, k, v)
+    fa.uninstall()
+    assert F.scaled_dot_product_attention is theirs
+    torch.testing.assert_close(theirs(q, k, v), 2 * TORCHS(q, k, v), rtol=0, atol=0)
+    assert report.calls == 1
+    F.scaled_dot_product_attention = found  # as they would leave
+    torch.testing.assert_close(found(q, k, v), TORCHS(q, k, v), rtol=0, atol=0)
+    fa.install()
+    fa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_install_once_more_puts_back_what_was_thrown_out():
+    q, k, v = qkv(1, 2, 4, 8)
+    report = fa.install()
+    F.scaled_dot_product_attention = TORCHS
+    assert fa.install() is report and F.scaled_dot_product_attention is not TORCHS
+    F.scaled_dot_product_attention(q, k, v)
+    fa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS and report.calls == 1

@@ -232,10 +232,13 @@ def _merge_two(acc_a: Tensor, lse_a: Tensor, acc_b: Tensor, lse_b: Tensor, packe
     """state.merge of two finished parts: a finished part is the state with m_i = lse and l_i = 1 (0 if empty)."""
     empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
     l_a, l_b = (~empty_a).to(lse_a.dtype), (~empty_b).to(lse_b.dtype)
-    m_i, l_i, alpha_a, alpha_b = state.merge(lse_a * state.LOG2E, l_a, lse_b * state.LOG2E, l_b)
+    # Measured from the higher of both, so that no lse is too large for log2 units.
+    origin = state.reference(torch.maximum(lse_a, lse_b).detach())
+    m_a, m_b = ((lse - origin) * state.LOG2E for lse in (lse_a, lse_b))
+    m_i, l_i, alpha_a, alpha_b = state.merge(m_a, l_a, m_b, l_b)
     l_i = torch.where(empty_a & empty_b, 1.0, l_i)  # the weights are 0 anyway, and the gradient stays finite
     inv_l, lse = state.finish(m_i, l_i)
-    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse))  # the identity, to the last bit
+    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse + origin))  # the identity, to the last bit
     weight_a, weight_b = (_rows(alpha * inv_l, packed) for alpha in (alpha_a, alpha_b))
     acc_b = torch.where(_rows(empty_b, packed), 0.0, acc_b.to(acc_a.dtype))
     return acc_a * weight_a + acc_b * weight_b, lse

@@ -12,17 +12,16 @@ LOWEST, HIGHEST = -3.4028234663852886e38, 3.4028234663852886e38  # finite float3
 
 def to_log2(s: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scaled and soft-capped scores in log2 units, from raw dot products s [..., M, N]."""
-    return cap(s * query_factor(scale, softcap), softcap)
+    return s * (scale * LOG2E) if softcap is None else cap(s, scale, softcap)
 
 
-def query_factor(scale: float, softcap: float | None) -> float:
-    """What multiplies q once, so that `cap` finishes the scores: to_log2(q @ k) = cap((q * query_factor) @ k)."""
-    return scale * LOG2E if softcap is None else scale / softcap
+def cap(s: Tensor, scale: float, softcap: float) -> Tensor:
+    """Soft-capped scores in log2 units from raw dot products s [..., M, N].
 
-
-def cap(s: Tensor, softcap: float | None) -> Tensor:
-    """Scores in log2 units from products of scaled queries s [..., M, N]."""
-    return s if softcap is None else torch.tanh(s) * (softcap * LOG2E)
+    The factor is kept finite, and is not a query's: times infinity a product of 0 would be NaN.
+    """
+    factor = max(LOWEST, min(HIGHEST, scale / softcap))
+    return torch.tanh(s * factor) * (softcap * LOG2E)
 
 
 def visible(offs_m: Tensor, offs_n: Tensor, diag_lo: Tensor | int | None, diag_hi: Tensor | int | None) -> Tensor:

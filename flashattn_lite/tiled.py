@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Inputs
-from flashattn_lite.scores import cap, query_factor
+from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, as_written, fit, operand, sequences
 
@@ -68,11 +68,11 @@ class RowPass:
 
     def __init__(self, seq: Sequences, tile: RowTile, buffer: Tensor) -> None:
         problem = seq.problem
-        self.seq, self.tile, self.softcap, self.buffer = seq, tile, problem.softcap, buffer
+        self.seq, self.tile, self.buffer = seq, tile, buffer
         self.on_host = problem.device.type == "cpu"  # only there may the next step depend on a value
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self.lone = 2 if self.on_host else 0
-        factor = query_factor(problem.scale, problem.softcap)
+        factor = problem.scale * LOG2E if problem.softcap is None else 1.0
         self.q = operand(tile.packed(seq.q).to(self.dtype) * factor, self.dtype, self.lone).contiguous()
         self.acc_shape = (*self.q.shape[:2], -(-problem.head_dim_v // ALIGN) * ALIGN)
 
@@ -143,5 +143,7 @@ class RowPass:
         slots, rows, _ = self.q.shape
         width = n.stop - n.start
         s = self.buffer[: slots * rows * width].view(slots, rows, width)
-        s = cap(torch.bmm(self.q, self.keys(self.seq.k, n).mT, out=s), self.softcap)
+        s = torch.bmm(self.q, self.keys(self.seq.k, n).mT, out=s)
+        if (softcap := self.seq.problem.softcap) is not None:
+            s = cap(s, self.seq.problem.scale, softcap)
         return s if whole else self.tile.hide_(s, n, finite)

@@ -55,6 +55,24 @@ def test_far_diagonals_do_not_overflow(device):
             close(fa.attention(q, k, v, q_start=q_start, **options), expected)
 
 
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.6e38, 1e-3), (-1e38, 0.5), (0.3, 1.2e-38), (1e-30, 1e30)])
+def test_a_scale_far_from_its_softcap(device, dtype, backend, scale, softcap):
+    """A product of 0 is 0 however large the factor, and no query becomes infinite on the way."""
+    q, k, v = qkv(device, 5, 40, dtype=dtype)
+    q[..., 2, :] = 0
+    options = {"scale": scale, "softcap": softcap}
+    wide = (x.double() for x in (q, k, v))
+    expected, exact = attention_reference(*wide, return_lse=True, **options)
+    out, lse = fa.attention(q, k, v, return_lse=True, backend=backend, **options)
+    close(out, expected, eps=4 * torch.finfo(dtype).eps)
+    close(lse, exact)
+    if backend == "auto":
+        lens = torch.tensor([40], dtype=torch.int32, device=device)
+        close(fa.attention_decode(q, k, v, lens, causal=False, **options), expected, eps=4 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("growth", [0.5, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_that_grow_from_tile_to_tile(device, growth, dtype):
@@ -176,6 +194,17 @@ def test_merge_of_packed_parts_is_the_whole(device, total):
     whole, exact = fa.attention_varlen(q, k, v, cu_q, cu_k[0] + cu_k[1], return_lse=True)
     close(out, whole)
     close(lse, exact)
+
+
+@pytest.mark.parametrize("far", [-3.4e38, -2.5e38, 2.5e38, 3.4e38])
+def test_merge_of_parts_whose_lse_is_near_the_end_of_float32(device, far):
+    """A mask of float32's lowest number, say: in log2 units they would be infinite."""
+    out = torch.tensor([[1.0], [3.0], [5.0]], device=device).view(3, 1, 1, 1, 1)
+    lse = torch.tensor([far, far, -far], device=device).view(3, 1, 1, 1)
+    merged, merged_lse = fa.merge_attention([(out[0], lse[0]), (out[1], lse[1])])
+    assert (merged.item(), merged_lse.item()) == (2.0, lse[0].item())
+    merged, merged_lse = fa.merge_attention([(out[0], lse[0]), (out[2], lse[2])])
+    assert (merged.item(), merged_lse.item()) == (out[0 if far > 0 else 2].item(), abs(lse[0].item()))
 
 
 def test_a_length_past_the_keys_counts_as_all(device):

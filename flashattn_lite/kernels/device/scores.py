@@ -28,7 +28,9 @@ def to_log2(s, scale_log2, softcap, F: tl.constexpr):
     """Scaled and soft-capped scores in log2 units, from raw dot products s [M, N]; scale_log2 = scale / ln 2."""
     if F.softcap:
         softcap_log2 = softcap * LOG2E
-        return tanh(s * (scale_log2 / softcap_log2)) * softcap_log2
+        # Kept finite, since infinity times a product of 0 is NaN.
+        factor = tl.minimum(tl.maximum(scale_log2 / softcap_log2, LOWEST), -LOWEST)
+        return tanh(s * factor) * softcap_log2
     else:
         return s * scale_log2
 

@@ -16,7 +16,7 @@ PAGE_SIZES = tuple(2**i for i in range(4, 31))  # keys; 16 is the shortest that 
 def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, block_table: object) -> None:
     """q [B, Hq, L, D] with a cache [B, Hkv, S, D], or with pages [pages, Hkv, page_size, D] and a table [B, max_pages].
 
-    The table's values are read on the CPU only; a GPU clamps them into the cache.
+    The table's values are read where they can be; a GPU clamps them into the cache.
     """
     if block_table is None:
         check_dense(q, k_cache, v_cache, NAMES)
@@ -32,8 +32,7 @@ def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, b
         _check_pages(k_cache, v_cache)
         _check_table(block_table, q, k_cache)
         assert isinstance(block_table, Tensor)
-        if readable(block_table) and readable(kv_lens):
-            _check_entries(block_table, kv_lens, k_cache)
+        check_table_values(block_table, kv_lens, k_cache)
 
 
 def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -66,7 +65,10 @@ def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
         raise value_error("k_cache", "must have at least one page for a block_table to name", k_cache, "Add a page.")
 
 
-def _check_entries(table: Tensor, kv_lens: Tensor, k_cache: Tensor) -> None:
+def check_table_values(table: Tensor, kv_lens: Tensor, k_cache: Tensor) -> None:
+    """What only the CPU reads, and no compiler or transform while it stands for a tensor: the op asks again inside."""
+    if not (readable(table) and readable(kv_lens)):
+        return
     pages, page_size = k_cache.shape[0], k_cache.shape[2]
     used = torch.arange(table.shape[1], device=table.device) * page_size < kv_lens.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= pages))

@@ -19,7 +19,7 @@ def check_varlen(
     max_seqlen_q: object,
     max_seqlen_k: object,
 ) -> None:
-    """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens are read only on the CPU."""
+    """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens where they can be read."""
     check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if v.shape[0] != k.shape[0]:
@@ -35,14 +35,22 @@ def check_varlen(
         if longest is not None and longest < 0:  # type: ignore[operator]
             remedy = "Pass an upper bound on the lengths, or None."
             raise value_error(f"max_seqlen_{side}", "must be at least 0", longest, remedy)
-        if readable(cu):
-            _check_cu_values(side, x, cu, longest)
     assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(
             "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
             "Both describe one batch.",
         )  # fmt: skip
+    check_varlen_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def check_varlen_values(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: object, max_seqlen_k: object
+) -> None:
+    """What only the CPU reads, and no compiler or transform while it stands for a tensor: the op asks again inside."""
+    for side, x, cu, longest in (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)):
+        if readable(cu):
+            _check_cu_values(side, x, cu, longest)
 
 
 def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:

@@ -111,7 +111,10 @@ def problem_of(
     "-> (Tensor, Tensor)",
 )
 def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments."""
+    """(out, lse) of checked arguments, but for values that the door could not read."""
+    _, k_cache, _, kv_lens, table, *_ = args
+    if table is not None:
+        arguments_decode.check_table_values(table, kv_lens, k_cache)
     return _run(_prepared(*args), args[:TENSORS])
 
 

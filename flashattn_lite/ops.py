@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import calls, flops
+from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
 
@@ -31,6 +32,7 @@ def longest(cu_seqlens: Tensor) -> int:
 )
 def attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
+    check_values(args)
     *given, backend = args
     return calls.attention((*measured(given), backend))
 
@@ -42,6 +44,14 @@ def measured(given: list[Any]) -> tuple[Any, ...]:
         if given[cu] is not None and given[at] is None:
             given[at] = longest(given[cu])
     return tuple(given)
+
+
+def check_values(args: calls.Arguments) -> None:
+    """What the door could not read, because a compiler or a transform stood for it."""
+    inputs = Inputs(*args[:NUM_TENSORS])
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
+        limits = (args[NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")] for side in "qk")
+        check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)
 
 
 def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
@@ -85,7 +95,10 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ready: calls.Ready | None, *args: Any) -> tuple[Tensor, Tensor]:
-        return call(args) if ready is None else calls.run(ready, args)
+        if ready is not None:
+            return calls.run(ready, args)
+        check_values(args)
+        return call(args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -94,6 +94,14 @@ def clamp_diagonal(diagonal: int) -> int:
     return max(-FAR, min(FAR, diagonal))
 
 
+def at_most(promised: int | None, total: int) -> int:
+    """The longest sequence that there can be of `total` rows; a promise far above it would launch blocks for nothing."""
+    if promised is None:
+        return total
+    # A compiler's symbols are left as they are: to compare them would tie what it compiled to one side.
+    return min(promised, total) if type(promised) is type(total) is int else promised
+
+
 def describe(
     inputs: Inputs,
     *,
@@ -127,8 +135,7 @@ def describe(
     )
     if inputs.cu_seqlens_q is not None:
         batch = inputs.cu_seqlens_q.shape[0] - 1
-        len_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-        len_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+        len_q, len_k = at_most(max_seqlen_q, q.shape[0]), at_most(max_seqlen_k, k.shape[0])
     else:
         batch, len_q, len_k = q.shape[0], q.shape[2], k.shape[2]
     return AttentionProblem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -79,23 +79,26 @@ def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> No
     nq, nk, nv = names
     for name, x in ((nq, q), (nv, v)):
         if x.shape[-1] < 1:
-            raise value_error(name, "head dim (the last) must be at least 1", x, "Give it one.")
+            raise value_error(name, "head dim (the last) must be at least 1", x, "Pass at least one column.")
         if x.shape[-1] > MAX_HEAD_DIM:
-            raise not_implemented(name, f"head dim must be at most {MAX_HEAD_DIM}", x, "Split the head.")
+            remedy = "Call torch's own scaled_dot_product_attention for it."
+            if name == nv:
+                remedy = f"Call once for each {MAX_HEAD_DIM} columns of {nv} and join the results with torch.cat."
+            raise not_implemented(name, f"head dim must be at most {MAX_HEAD_DIM}", x, remedy)
     if k.shape[-1] != q.shape[-1]:
-        raise value_error(nk, f"head dim must equal {nq}'s ({q.shape[-1]})", k, "Both enter one dot product.")
+        raise value_error(nk, f"head dim must equal {nq}'s ({q.shape[-1]})", k, f"Project {nk} to {nq}'s head dim.")
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], axis: int) -> None:
     nq, nk, nv = names
     if v.shape[axis] != k.shape[axis]:
-        raise value_error(nv, f"must have as many heads as {nk} ({k.shape[axis]})", v, "Each key has one value.")
+        raise value_error(nv, f"must have as many heads as {nk} ({k.shape[axis]})", v, "Pass one value for each key.")
     heads_q, heads_kv = q.shape[axis], k.shape[axis]
     if heads_kv == 0 and heads_q != 0:
-        raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass keys.")
+        raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass the head they share.")
     if heads_kv and heads_q % heads_kv:
         raise value_error(
-            nq, f"number of heads must be a multiple of {nk}'s ({heads_kv})", q, "Grouped heads share keys evenly."
+            nq, f"number of heads must be a multiple of {nk}'s ({heads_kv})", q, "Pass as many for every key head."
         )
 
 
@@ -106,9 +109,12 @@ def check_dense(q: object, k: object, v: object, names: Sequence[str] = QKV) -> 
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     for name, x in ((nk, k), (nv, v)):
         if x.shape[0] != q.shape[0]:
-            raise value_error(name, f"batch must equal {nq}'s ({q.shape[0]})", x, "Expand it: .expand costs no memory.")
+            remedy = "Pass one sequence of keys for each of queries."
+            if x.shape[0] == 1:
+                remedy = f"Expand it: {name}.expand({q.shape[0]}, -1, -1, -1) costs no memory."
+            raise value_error(name, f"batch must equal {nq}'s ({q.shape[0]})", x, remedy)
     if v.shape[2] != k.shape[2]:
-        raise value_error(nv, f"length must equal {nk}'s ({k.shape[2]})", v, "Each key has one value.")
+        raise value_error(nv, f"length must equal {nk}'s ({k.shape[2]})", v, "Pass one value for each key.")
 
 
 def check_options(
@@ -121,19 +127,21 @@ def check_options(
 ) -> None:
     """The plain-number options."""
     if not isinstance(causal, bool):
-        raise type_error("causal", "must be True or False", causal, "A mask goes into mask=.")
+        raise type_error("causal", "must be True or False", causal, "Pass bool(causal).")
     if q_start is not None and not is_int(q_start):
-        raise type_error("q_start", "must be an int or None", q_start, "One offset for all; use kv_lens for one each.")
+        raise type_error("q_start", "must be an int or None", q_start, "For one a sequence pass kv_lens.")
     check_window(window)
-    for name, x in (("scale", scale), ("softcap", softcap)):
+    for name, x, default in (("scale", scale, "the default"), ("softcap", softcap, "no soft cap")):
         if x is None:
             continue
+        remedy = f"Pass a number, or None for {default}."
         if not is_number(x):
-            raise type_error(name, "must be a float or None", x, "Call .item() on a tensor of one element.")
+            one = isinstance(x, Tensor) and x.numel() == 1
+            raise type_error(name, "must be a float or None", x, f"Pass {name}.item()." if one else remedy)
         if not -math.inf < x < math.inf:
-            raise value_error(name, "must be finite", x, "Pass None for the default.")
+            raise value_error(name, "must be finite", x, remedy)
         if isinstance(x, (int, float)) and abs(x) > FLOAT32.max / 2:  # kernels take it in units of log2
-            raise value_error(name, "must be finite in float32", x, "Pass None for the default.")
+            raise value_error(name, "must be finite in float32", x, remedy)
     if softcap is not None and not softcap > 0:
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if isinstance(softcap, (int, float)) and softcap < FLOAT32.tiny:
@@ -144,14 +152,14 @@ def check_window(window: object) -> None:
     if window is None:
         return
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise type_error("window", "must be a pair (left, right) or None", window, "For example (256, 0).")
+        raise type_error("window", "must be a pair (left, right) or None", window, "Pass (256, 0), say.")
     for side, x in zip(("left", "right"), window, strict=True):
         if x is None:
             continue
         if not is_int(x):
-            raise type_error("window", f"{side} must be an int or None", window, "None leaves that side unbounded.")
+            raise type_error("window", f"{side} must be an int or None", window, "Pass None for no bound.")
         if x < 0:
-            raise value_error("window", f"{side} must be at least 0", window, "None (not -1) leaves it unbounded.")
+            raise value_error("window", f"{side} must be at least 0", window, "Pass None (not -1) for no bound.")
 
 
 def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
@@ -166,9 +174,12 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
     _check_device(name, mask, q)
     full = (q.shape[0], q.shape[1], q.shape[2], len_k)
     if not broadcasts_to(mask.shape, full):
-        raise value_error(
-            name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, "Unsqueeze its dimensions."
-        )
+        remedy = "Make each of its last dimensions 1 or as large as that."
+        if mask.shape == (full[0], full[3]):
+            remedy = f"For one row of keys a sequence pass {name}[:, None, None, :]."
+        elif mask.shape == (full[0], *full[2:]):
+            remedy = f"For one mask a sequence pass {name}[:, None]."
+        raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
@@ -185,7 +196,9 @@ def check_sinks(sinks: object, q: Tensor) -> None:
     assert isinstance(sinks, Tensor)
     _check_device("sinks", sinks, q)
     if sinks.shape != (q.shape[1],):
-        raise value_error("sinks", f"must have shape (heads_q,) = ({q.shape[1]},)", sinks, "One logit per query head.")
+        raise value_error(
+            "sinks", f"must have shape (heads_q,) = ({q.shape[1]},)", sinks, "Pass one for each query head."
+        )
 
 
 def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
@@ -194,12 +207,12 @@ def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
     check_int32("kv_lens", kv_lens, q)
     assert isinstance(kv_lens, Tensor)
     if kv_lens.shape != (batch,):
-        raise value_error("kv_lens", f"must have shape (batch,) = ({batch},)", kv_lens, "One length per sequence.")
+        raise value_error("kv_lens", f"must have shape (batch,) = ({batch},)", kv_lens, "Pass one for each sequence.")
 
 
 def check_int32(name: str, x: object, like: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise type_error(name, "must be an int32 torch.Tensor", x, "torch.tensor(..., dtype=torch.int32).")
+        raise type_error(name, "must be an int32 torch.Tensor", x, "Pass torch.tensor(..., dtype=torch.int32).")
     check_strided(name, x)
     if x.dtype != torch.int32:
         raise type_error(name, "dtype must be int32", x, "Cast it: .to(torch.int32).")
@@ -217,4 +230,5 @@ def is_number(x: object) -> bool:
 
 
 def is_int(x: object) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+    """An integer of Python, of a compiler that traces, or of NumPy."""
+    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)

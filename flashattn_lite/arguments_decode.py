@@ -26,7 +26,9 @@ def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, b
     if not 1 <= q.shape[2] <= MAX_ROWS:
         raise value_error("q", f"length must be from 1 to {MAX_ROWS}", q, "For other lengths call attention(kv_lens=).")
     if not isinstance(kv_lens, Tensor):
-        raise type_error("kv_lens", "must be an int32 torch.Tensor", kv_lens, "torch.tensor(..., dtype=torch.int32).")
+        raise type_error(
+            "kv_lens", "must be an int32 torch.Tensor", kv_lens, "Pass torch.tensor(..., dtype=torch.int32)."
+        )
     check_kv_lens(kv_lens, q, q.shape[0])
     if block_table is not None:
         _check_pages(k_cache, v_cache)
@@ -38,10 +40,10 @@ def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, b
 def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
     if v_cache.shape[0] != k_cache.shape[0]:
         relation = f"must have as many pages as k_cache ({k_cache.shape[0]})"
-        raise value_error("v_cache", relation, v_cache, "Each key has one value.")
+        raise value_error("v_cache", relation, v_cache, "Pass one value for each key.")
     if v_cache.shape[2] != k_cache.shape[2]:
         raise value_error(
-            "v_cache", f"page size must equal k_cache's ({k_cache.shape[2]})", v_cache, "Each key has one value."
+            "v_cache", f"page size must equal k_cache's ({k_cache.shape[2]})", v_cache, "Pass one value for each key."
         )
     if k_cache.shape[2] not in PAGE_SIZES:
         relation = "page size (dim 2, with a block_table) must be a power of two from 16 up"
@@ -51,7 +53,9 @@ def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
 def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
     name = "block_table"
     if not isinstance(table, Tensor):
-        raise type_error(name, "must be an int32 torch.Tensor or None", table, "torch.tensor(..., dtype=torch.int32).")
+        raise type_error(
+            name, "must be an int32 torch.Tensor or None", table, "Pass torch.tensor(..., dtype=torch.int32)."
+        )
     check_strided(name, table)
     if table.dtype != torch.int32:
         raise type_error(name, "dtype must be int32", table, "Cast it: .to(torch.int32).")
@@ -60,7 +64,7 @@ def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
         raise value_error(name, relation, table, "Move it with .to(device).")
     if table.dim() != 2 or table.shape[0] != q.shape[0]:
         relation = f"must have shape (batch, max_pages) = ({q.shape[0]}, any)"
-        raise value_error(name, relation, table, "One row of page numbers per sequence.")
+        raise value_error(name, relation, table, "Pass one row of page numbers for each sequence.")
     if k_cache.shape[0] == 0 and table.shape[1] != 0:
         raise value_error("k_cache", "must have at least one page for a block_table to name", k_cache, "Add a page.")
 
@@ -75,4 +79,6 @@ def check_table_values(table: Tensor, kv_lens: Tensor, k_cache: Tensor) -> None:
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         relation = f"entries that kv_lens reaches must be from 0 to {pages - 1}, the pages of k_cache"
-        raise value_error(f"block_table[{b}, {i}]", relation, int(table[b, i]), "Entries past the length may be any.")
+        raise value_error(
+            f"block_table[{b}, {i}]", relation, int(table[b, i]), "Pass a page; entries past the length may be any."
+        )

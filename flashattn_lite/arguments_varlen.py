@@ -23,15 +23,17 @@ def check_varlen(
     check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if v.shape[0] != k.shape[0]:
-        raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Each key has one value.")
+        raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Pass one value for each key.")
     sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
     for side, x, cu, longest in sides:
         check_int32(f"cu_seqlens_{side}", cu, x)
         assert isinstance(cu, Tensor)
         if cu.dim() != 1 or cu.shape[0] < 1:
-            raise value_error(f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Start it with 0.")
+            raise value_error(
+                f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Pass 0, then where each sequence ends."
+            )
         if longest is not None and not is_int(longest):
-            raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Call .item() on a tensor, once.")
+            raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Pass .item() of a tensor.")
         if longest is not None and longest < 0:  # type: ignore[operator]
             remedy = "Pass an upper bound on the lengths, or None."
             raise value_error(f"max_seqlen_{side}", "must be at least 0", longest, remedy)
@@ -39,7 +41,7 @@ def check_varlen(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(
             "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
-            "Both describe one batch.",
+            "Pass both of one batch."
         )  # fmt: skip
     check_varlen_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
@@ -58,9 +60,9 @@ def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
     values: list[int] = cu.tolist()
     shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
     if values[0] != 0:
-        raise value_error(name, "must start with 0", shown, "It holds cumulative lengths.")
+        raise value_error(name, "must start with 0", shown, "Pass 0, then where each sequence ends.")
     if any(b < a for a, b in pairwise(values)):
-        raise value_error(name, "must not decrease", shown, "It holds cumulative lengths, not lengths.")
+        raise value_error(name, "must not decrease", shown, "Pass where each sequence ends, not its length.")
     if values[-1] != total:
         raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
     if longest is not None:

@@ -123,9 +123,12 @@ BACKENDS: tuple[Split | Hopper | Triton | Tiled, ...] = (Split(), Hopper(), Trit
 
 def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> None:
     names = ("auto", *(candidate.name for candidate in backends))
-    if backend not in names:
+    if not isinstance(backend, str) or backend not in names:
         raise value_error(
-            "backend", f"must be one of {', '.join(map(repr, names))}", backend, "explain() compares them."
+            "backend",
+            f"must be one of {', '.join(map(repr, names))}",
+            backend,
+            "Pass one of these; explain() compares them.",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+SHOWN, WIDTH = 8, 60  # of a sequence's elements, of a value's characters
+
 
 class BackendError(NotImplementedError):
     """No backend (or not the one that was named) can run this problem; the message lists every backend's reasons."""
@@ -15,15 +17,20 @@ def message(argument: str, relation: str, got: object, remedy: str) -> str:
 
 
 def show(value: object) -> str:
-    """A value as an error shows it. Tensors never print their data (it may be large, or on a busy GPU)."""
+    """A value as an error shows it. No tensor prints its data, nor in a list (it may be large, or on a busy GPU)."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {show(value.dtype)}, on {value.device}"
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value).removeprefix("torch.")
     if isinstance(value, (torch.device, torch.Size)):
         return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
-    if isinstance(value, (int, float, str, tuple, list, bool)) or value is None:
-        return repr(value)
+    if isinstance(value, (tuple, list)):
+        parts = [*map(show, value[:SHOWN]), *(["..."] if len(value) > SHOWN else [])]
+        inside = ", ".join(parts) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, (int, float, str)) or value is None:
+        text = repr(value)
+        return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
     return f"a {type(value).__name__}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
 
+INTEGERS = ("q_start", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k")
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
 
 TENSORS = (
@@ -64,9 +66,9 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
-    for name in ("q_start", "window_left", "window_right"):  # its 64-bit integers; the kernels clamp much earlier
+    for name in INTEGERS:  # its 64-bit integers; the kernels clamp much earlier
         at = NUM_TENSORS + OPTION_NAMES.index(name)
-        given[at] = max(-(2**62), min(2**62, given[at])) if isinstance(given[at], int) else given[at]
+        given[at] = max(-(2**62), min(2**62, int(given[at]))) if isinstance(given[at], Integral) else given[at]
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
         flops.teach()

@@ -95,7 +95,7 @@ def clamp_diagonal(diagonal: int) -> int:
 
 
 def at_most(promised: int | None, total: int) -> int:
-    """The longest sequence that there can be of `total` rows; a promise far above it would launch blocks for nothing."""
+    """The longest sequence that there can be of `total` rows; a promise far above it would launch blocks in vain."""
     if promised is None:
         return total
     # A compiler's symbols are left as they are: to compare them would tie what it compiled to one side.

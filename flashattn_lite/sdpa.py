@@ -88,6 +88,7 @@ def _checked(
         arguments.check_float_tensor(name, x)
         if x.dim() < 2:
             raise value_error(name, "must have at least 2 dimensions (..., length, head_dim)", x, "Unsqueeze it.")
+    dropout_p, scale = _number(dropout_p), scale if isinstance(scale, bool) else _number(scale)
     _check_options(dropout_p, is_causal, scale, enable_gqa)
     arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask)
     # torch's function is on autocast's list of those that run in the lower precision; so is this one.
@@ -125,6 +126,13 @@ def _recall(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     done = ops.recall(_arguments(Inputs(query, key, value), is_causal, scale))
     return None if done is None else done[0]
+
+
+def _number(x: Any) -> Any:
+    """A number as torch's function takes it: a flag, or a tensor of one element (whose GPU is waited for), too."""
+    if isinstance(x, bool):
+        return float(x)
+    return x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex() else x
 
 
 def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa: object) -> None:
@@ -169,7 +177,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
             raise value_error(name, f"must be on query's device ({q.device})", x, f"Move it: {name}.to(query.device).")
     arguments.check_head_dims(q, k, v, NAMES)
     if v.shape[-2] != k.shape[-2]:
-        raise value_error(nv, f"length must equal key's ({k.shape[-2]})", v, "Each key has one value.")
+        raise value_error(nv, f"length must equal key's ({k.shape[-2]})", v, "Pass one value for each key.")
     keep = 3 if enable_gqa else 2  # trailing dims that do not broadcast
     if enable_gqa:
         arguments.check_heads(q, k, v, NAMES, axis=-3)
@@ -193,7 +201,8 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     if not arguments.broadcasts_to(mask.shape, full):
         relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
-        raise value_error("attn_mask", relation, mask, "Unsqueeze its dimensions, or expand the batch of query.")
+        remedy = "Make each of its last dimensions 1 or as large as that, or expand query's batch."
+        raise value_error("attn_mask", relation, mask, remedy)
     return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flashattn_lite import softmax_tiled, state
 from flashattn_lite import target as targets
-from flashattn_lite.arguments import check_float_tensor, check_no_tangent
+from flashattn_lite.arguments import check_float_tensor, check_no_tangent, is_int
 from flashattn_lite.calls import remember, under_grad, watched
 from flashattn_lite.errors import show, type_error, value_error
 
@@ -168,13 +169,13 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     """dim, counted from 0."""
     check_float_tensor("x", x)
     check_no_tangent(x=x)
-    if isinstance(dim, bool) or not isinstance(dim, (int, torch.SymInt)):
-        raise type_error("dim", "must be an int", dim, "Softmax runs along one dimension; flatten several into one.")
+    if not is_int(dim):
+        raise type_error("dim", "must be an int", dim, "Pass one dimension; flatten several into one.")
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
         relation = f"must be from {-rank} to {rank - 1} for x of {x.dim()} dimensions"
-        raise value_error("dim", relation, dim, "The last dimension is -1.")
-    return dim % rank
+        raise value_error("dim", relation, dim, "Pass -1 for the last.")
+    return int(dim) % rank if isinstance(dim, Integral) else dim % rank
 
 
 def _check_stats(a: Stats, b: Stats) -> None:
@@ -194,11 +195,11 @@ def _check_stats(a: Stats, b: Stats) -> None:
     for side, (m, l_i) in (("a", a), ("b", b)):
         if m.shape != l_i.shape:
             relation = f"shape must equal m_{side}'s {tuple(m.shape)}"
-            raise value_error(f"l_{side}", relation, l_i, "Both describe the same rows.")
+            raise value_error(f"l_{side}", relation, l_i, "Pass what softmax_stats returned.")
     try:
         torch.broadcast_shapes(m_a.shape, m_b.shape)
     except RuntimeError:
-        remedy = "Both describe the same rows, over different columns."
+        remedy = "Pass two of the same rows, over different columns."
         raise value_error("m_b", f"shape must broadcast with m_a's {tuple(m_a.shape)}", m_b, remedy) from None
 
 

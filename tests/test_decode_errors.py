@@ -36,18 +36,18 @@ REFUSED = {
     "batch": (call(k_cache=K[:1]), ValueError, "k_cache: batch must equal q's (2); got a tensor of shape (1, 2, 32, 8)"),
     "lengths": (call(v_cache=V[:, :, :9]), ValueError, "v_cache: length must equal k_cache's (32); got a tensor of"),
     "groups": (call(q=Q[:, :3]), ValueError, "q: number of heads must be a multiple of k_cache's (2); got a tensor of"),
-    "no lens": (call(kv_lens=None), TypeError, "kv_lens: must be an int32 torch.Tensor; got None. torch.tensor(..., "
-                "dtype=torch.int32)."),
+    "no lens": (call(kv_lens=None), TypeError, "kv_lens: must be an int32 torch.Tensor; got None. Pass "
+                "torch.tensor(..., dtype=torch.int32)."),
     "lens dtype": (call(kv_lens=LENS.long()), TypeError, "kv_lens: dtype must be int32; got a tensor of shape (2,), "
                    "int64, on cpu. Cast it: .to(torch.int32)."),
     "lens shape": (call(kv_lens=LENS[:1]), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "window": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0)."),
     "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
-    "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. A mask goes into mask=."),
+    "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass bool(causal)."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),
     "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'triton', 'tiled'; got 'split'."),
     "pages": (paged(v_cache=PAGES_V[:4]), ValueError, "v_cache: must have as many pages as k_cache (5); got a tensor of "
-              "shape (4, 2, 16, 6), float32, on cpu. Each key has one value."),
+              "shape (4, 2, 16, 6), float32, on cpu. Pass one value for each key."),
     "page sizes": (paged(v_cache=PAGES_V[:, :, :8]), ValueError, "v_cache: page size must equal k_cache's (16); got a "
                    "tensor of shape (5, 2, 8, 6)"),
     "small pages": (paged(k_cache=PAGES_K[:, :, :8], v_cache=PAGES_V[:, :, :8]), ValueError, "k_cache: page size (dim 2, "
@@ -62,9 +62,9 @@ REFUSED = {
     "table device": (paged(block_table=TABLE.to("meta")), ValueError, "block_table: must be on the device of the queries "
                      "(cpu); got a tensor of shape (2, 2), int32, on meta. Move it with .to(device)."),
     "table shape": (paged(block_table=TABLE[0]), ValueError, "block_table: must have shape (batch, max_pages) = (2, any);"
-                    " got a tensor of shape (2,), int32, on cpu. One row of page numbers per sequence."),
+                    " got a tensor of shape (2,), int32, on cpu. Pass one row of page numbers for each sequence."),
     "table entry": (paged(block_table=TABLE + 1), ValueError, "block_table[0, 0]: entries that kv_lens reaches must be "
-                    "from 0 to 4, the pages of k_cache; got 5. Entries past the length may be any."),
+                    "from 0 to 4, the pages of k_cache; got 5. Pass a page; entries past the length may be any."),
     "negative entry": (paged(kv_lens=LENS + 15), ValueError, "block_table[0, 1]: entries that kv_lens reaches must be "
                        "from 0 to 4, the pages of k_cache; got -1."),
 }  # fmt: skip

@@ -54,27 +54,40 @@ REFUSED = {
     "head dims": (call(k=K[..., :4]), ValueError, "k: head dim must equal q's (8); got a tensor of shape (2, 2, 7, 4)"),
     "no head dim": (call(v=V[..., :0]), ValueError, "v: head dim (the last) must be at least 1; got"),
     "large head dim": (call(v=torch.zeros(2, 2, 7, 257)), NotImplementedError, "v: head dim must be at most 256; got a "
-                       "tensor of shape (2, 2, 7, 257)"),
+                       "tensor of shape (2, 2, 7, 257), float32, on cpu. Call once for each 256 columns of v and join"),
+    "large head dims": (call(q=torch.zeros(2, 4, 5, 257)), NotImplementedError, "q: head dim must be at most 256; got a "
+                        "tensor of shape (2, 4, 5, 257), float32, on cpu. Call torch's own scaled_dot_product_attention"),
     "batch": (call(k=K[:1]), ValueError, "k: batch must equal q's (2); got a tensor of shape (1, 2, 7, 8), float32, on "
-              "cpu. Expand it: .expand costs no memory."),
+              "cpu. Expand it: k.expand(2, -1, -1, -1) costs no memory."),
+    "batches": (call(k=torch.zeros(3, 2, 7, 8)), ValueError, "k: batch must equal q's (2); got a tensor of shape (3, 2, 7, "
+                "8), float32, on cpu. Pass one sequence of keys for each of queries."),
+    "tensors in a list": (call(q=[Q, 3, *range(90)]), TypeError, "q: must be a torch.Tensor; got [a tensor of shape (2, 4, 5, "
+                          "8), float32, on cpu, 3, 0, 1, 2, 3, 4, 5, ...]. Convert it with torch.as_tensor."),
     "lengths": (call(v=V[:, :, :6]), ValueError, "v: length must equal k's (7); got a tensor of shape (2, 2, 6, 6)"),
     "groups": (call(q=Q[:, :3]), ValueError, "q: number of heads must be a multiple of k's (2); got a tensor of shape "
                "(2, 3, 5, 8)"),
     "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6)"),
     "mask shape": (call(mask=torch.ones(5, 6).bool()), ValueError, "mask: must be broadcastable to (batch, heads_q, "
                    "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
+    "mask of a row of keys": (call(mask=torch.ones(2, 7).bool()), ValueError, "(2, 4, 5, 7); got a tensor of shape (2, 7), "
+                              "bool, on cpu. For one row of keys a sequence pass mask[:, None, None, :]."),
+    "mask of a sequence": (call(mask=torch.ones(2, 5, 7)), ValueError, "For one mask a sequence pass mask[:, None]."),
     "mask dtype": (call(mask=torch.ones(5, 7).int()), TypeError, "mask: dtype must be bool (True = visible) or a float "
                    "that is added; got a tensor of shape (5, 7), int32, on cpu. Cast it first."),
     "mask kind": (call(mask=True), TypeError, "mask: must be a torch.Tensor or None; got True."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape "
-              "(2,), float32, on cpu. One logit per query head."),
+              "(2,), float32, on cpu. Pass one for each query head."),
     "kv_lens dtype": (call(kv_lens=torch.tensor([1, 2])), TypeError, "kv_lens: dtype must be int32; got a tensor of "
                       "shape (2,), int64, on cpu. Cast it: .to(torch.int32)."),
     "kv_lens shape": (call(kv_lens=CU_Q), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "kv_lens kind": (call(kv_lens=[1, 2]), TypeError, "kv_lens: must be an int32 torch.Tensor; got [1, 2]."),
-    "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass None for the default."),
+    "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass a number, or None for the default."),
     "scale of float64": (call(scale=1e39), ValueError, "scale: must be finite in float32; got 1e+39."),
-    "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be finite in float32; got -1000"),
+    "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be finite in float32; got -1000000000000000000000000000000000000000"
+                          "0000000000000000000.... Pass a number, or None for the default."),
+    "scale of a tensor": (call(scale=torch.tensor(0.5)), TypeError, "scale: must be a float or None; got a tensor of shape "
+                          "(), float32, on cpu. Pass scale.item()."),
+    "scale a flag": (call(scale=True), TypeError, "scale: must be a float or None; got True. Pass a number, or None for"),
     "q nested": (call(q=NESTED), TypeError, "q: must be a dense strided tensor; "
                  "got 'a nested one'. Call .to_dense(), or pack ragged batches."),
     "kv_lens sparse": (call(kv_lens=torch.tensor([1, 2], dtype=torch.int32).to_sparse()), TypeError,
@@ -83,13 +96,14 @@ REFUSED = {
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
     "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be greater than 0 in float32; got 1e-40."),
     "softcap inf": (call(softcap=float("inf")), ValueError, "softcap: must be finite; got inf."),
-    "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. A mask goes into mask=."),
+    "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. Pass bool(causal)."),
     "q_start": (call(q_start=1.5), TypeError, "q_start: must be an int or None; got 1.5."),
-    "window": (call(window=5), TypeError, "window: must be a pair (left, right) or None; got 5. For example (256, 0)."),
-    "window sign": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0). None (not -1) "
-                    "leaves it unbounded."),
+    "window": (call(window=5), TypeError, "window: must be a pair (left, right) or None; got 5. Pass (256, 0), say."),
+    "window sign": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0). Pass None "
+                    "(not -1) for no bound."),
     "window kind": (call(window=(1.0, 0)), TypeError, "window: left must be an int or None; got (1.0, 0)."),
     "backend": (call(backend="cuda"), ValueError, "backend: must be one of 'auto', 'split', 'hopper', 'triton', 'tiled'; got 'cuda'."),
+    "backends": (call(backend=["triton"]), ValueError, "got ['triton']. Pass one of these; explain() compares them."),
     "cu order": (packed(cu_seqlens_q=CU_Q[[0, 2, 1]]), ValueError, "cu_seqlens_q: must not decrease; got [0, 10, 4]."),
     "cu start": (packed(cu_seqlens_q=CU_Q + 1), ValueError, "cu_seqlens_q: must start with 0; got [1, 5, 11]."),
     "cu end": (packed(cu_seqlens_k=CU_Q), ValueError, "cu_seqlens_k: must end with k's total length (12); got [0, 4, 10]"),
@@ -111,6 +125,7 @@ REFUSED = {
     "sdpa mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "
                         "query's (float32); got a tensor of shape (5, 5), float16"),
     "sdpa dropout": (sdpa(dropout_p=1.5), ValueError, "dropout_p: must be between 0 and 1; got 1.5."),
+    "sdpa dropout, a flag": (sdpa(dropout_p=True), NotImplementedError, "dropout_p: dropout of attention weights is not"),
     "sdpa dropout on": (sdpa(dropout_p=0.1), NotImplementedError, "dropout_p: dropout of attention weights is not "
                         "implemented; got 0.1. Pass 0.0"),
     "sdpa lengths": (sdpa(value=Q[:, :, :4]), ValueError, "value: length must equal key's (5); got a tensor of shape"),
@@ -163,3 +178,26 @@ def test_explain_says_what_runs_and_why_not():
     assert f"gradients in plain torch: {explanation.gradients[0]}" in str(explanation)
     with pytest.raises(ValueError, match="scale: must be finite"):
         fa.explain(Q, K, V, scale=float("nan"))
+
+
+def test_integers_of_numpy_are_integers():
+    np = pytest.importorskip("numpy")
+    one, three, many = np.int64(1), np.int32(3), np.int64(50)
+    want = fa.attention(Q, K, V, q_start=1, window=(3, 1))
+    assert torch.equal(fa.attention(Q, K, V, q_start=one, window=(three, one)), want)
+    tensors = (PACKED_Q, PACKED_K, PACKED_K, CU_Q, CU_K)
+    assert torch.equal(
+        fa.attention_varlen(*tensors, max_seqlen_q=many, max_seqlen_k=many), fa.attention_varlen(*tensors)
+    )
+    lens = torch.tensor([7, 2], dtype=torch.int32)
+    window = fa.attention_decode(Q, K, V, lens, window=(3, None))
+    assert torch.equal(fa.attention_decode(Q, K, V, lens, window=(three, None)), window)
+    assert torch.equal(fa.online_softmax(Q, dim=one), fa.online_softmax(Q, dim=1))
+
+
+def test_numbers_as_torchs_function_takes_them():
+    want = fa.scaled_dot_product_attention(Q, Q, Q, scale=0.5)
+    assert torch.equal(fa.scaled_dot_product_attention(Q, Q, Q, dropout_p=False, scale=torch.tensor(0.5)), want)
+    assert torch.equal(
+        fa.scaled_dot_product_attention(Q, Q, Q, dropout_p=torch.tensor(0.0), scale=torch.tensor([0.5])), want
+    )

@@ -227,11 +227,11 @@ ERRORS = [
     (lambda: online_softmax(ONES.to_sparse()), TypeError,
      "x: must be a dense strided tensor; got"),
     (lambda: online_softmax(torch.ones(2, 3), 2), ValueError,
-     "dim: must be from -2 to 1 for x of 2 dimensions; got 2. The last dimension is -1."),
+     "dim: must be from -2 to 1 for x of 2 dimensions; got 2. Pass -1 for the last."),
     (lambda: softmax_stats(torch.tensor(1.0), -2), ValueError,
-     "dim: must be from -1 to 0 for x of 0 dimensions; got -2. The last dimension is -1."),
+     "dim: must be from -1 to 0 for x of 0 dimensions; got -2. Pass -1 for the last."),
     (lambda: online_softmax(ONES, None), TypeError,
-     "dim: must be an int; got None. Softmax runs along one dimension; flatten several into one."),
+     "dim: must be an int; got None. Pass one dimension; flatten several into one."),
     (lambda: merge_softmax_stats(ONES, PAIR), TypeError,
      "a: must be a pair (m, l); got a tensor of shape (2,), float32, on cpu. Pass what softmax_stats returned."),
     (lambda: merge_softmax_stats(PAIR, (ONES.half(), ONES)), TypeError,
@@ -241,9 +241,9 @@ ERRORS = [
     (lambda: merge_softmax_stats(PAIR, (ONES.to("meta"), ONES)), ValueError,
      "m_b: must be on m_a's device (cpu); got a tensor of shape (2,), float32, on meta. Move it with .to(device)."),
     (lambda: merge_softmax_stats(PAIR, (ONES, torch.ones(3))), ValueError,
-     "l_b: shape must equal m_b's (2,); got a tensor of shape (3,), float32, on cpu. Both describe the same rows."),
+     "l_b: shape must equal m_b's (2,); got a tensor of shape (3,), float32, on cpu. Pass what softmax_stats"),
     (lambda: merge_softmax_stats(PAIR, (torch.ones(3), torch.ones(3))), ValueError,
-     "m_b: shape must broadcast with m_a's (2,); got a tensor of shape (3,), float32, on cpu. Both describe the same"),
+     "m_b: shape must broadcast with m_a's (2,); got a tensor of shape (3,), float32, on cpu. Pass two of the same"),
 ]  # fmt: skip
 
 

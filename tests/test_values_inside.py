@@ -1,4 +1,4 @@
-"""Values that the door can't read, as a compiler or a transform stands for them: the op refuses them in the same words."""
+"""Values that the door can't read, as a compiler or a transform stands for them: the op refuses them in its words."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashattn_lite.problem import at_most
 X = torch.randn(10, 2, 8)
 CU = torch.tensor([0, 4, 10], dtype=torch.int32)
 WRONG = {
-    "order": (CU[[0, 2, 1]], {}, "cu_seqlens_q: must not decrease; got [0, 10, 4]. It holds cumulative lengths, not lengths."),
-    "start": (CU + 1, {}, "cu_seqlens_q: must start with 0; got [1, 5, 11]. It holds cumulative lengths."),
-    "end": (CU - CU // 10, {}, "cu_seqlens_q: must end with q's total length (10); got [0, 4, 9]. Slice off any padding."),
-    "limit": (CU, {"max_seqlen_k": 5}, "max_seqlen_k: must be at least the longest sequence (6); got 5. Pass None to have"),
+    "order": (CU[[0, 2, 1]], {}, "cu_seqlens_q: must not decrease; got [0, 10, 4]. Pass where each sequence ends, not"),
+    "start": (CU + 1, {}, "cu_seqlens_q: must start with 0; got [1, 5, 11]. Pass 0, then where each sequence ends."),
+    "end": (CU - CU // 10, {}, "cu_seqlens_q: must end with q's total length (10); got [0, 4, 9]. Slice off any"),
+    "limit": (CU, {"max_seqlen_k": 5}, "max_seqlen_k: must be at least the longest sequence (6); got 5. Pass None"),
 }  # fmt: skip
 Q, PAGES = torch.randn(2, 2, 1, 8), torch.randn(3, 2, 16, 8)
 LENS, TABLE = torch.tensor([20, 4], dtype=torch.int32), torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)

@@ -230,8 +230,14 @@ def test_finite_masks_stay_finite(device):
     q, k, v = qkv(device, 5, 7)
     lowest = torch.full((5, 7), torch.finfo(torch.float64).min, dtype=torch.float64, device=device)
     mean = v.mean(2, keepdim=True).expand(-1, 2, 5, -1)
-    close(fa.attention(q, k, v, mask=lowest), mean)
+    far = fa.attention(q, k, v, mask=lowest, return_lse=True)
+    close(far[0], mean)
     close(attention_reference(q, k, v, mask=lowest), mean)
+    assert bool((far[1] > -2.36e38).all() and (far[1] < -2.35e38).all())  # its log2 is float32's lowest number
+    near = fa.attention(q, k, v, return_lse=True)
+    for merged, lse in (fa.merge_attention([far, near]), fa.merge_attention([near, far])):
+        assert torch.equal(merged, near[0])
+        assert torch.equal(lse, near[1])
     highest = torch.zeros(5, 7, device=device)
     highest[:, 1] = torch.finfo(torch.float32).max
     assert torch.equal(fa.attention(q, k, v, mask=highest), v[:, :, 1:2].expand(-1, 2, 5, -1))

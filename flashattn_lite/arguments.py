@@ -168,6 +168,9 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         return
     if not isinstance(mask, Tensor):
         raise type_error(name, "must be a torch.Tensor or None", mask, "Convert it with torch.as_tensor.")
+    if is_causal_bias(mask):
+        remedy = "Pass causal=True, with q_start=0 for the upper left."
+        raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
     check_strided(name, mask)
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise type_error(name, "dtype must be bool (True = visible) or a float that is added", mask, "Cast it first.")
@@ -180,6 +183,11 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         elif mask.shape == (full[0], *full[2:]):
             remedy = f"For one mask a sequence pass {name}[:, None]."
         raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Whether it is a torch.nn.attention.bias.CausalBias: a tensor of nothing, whose meaning is in its attributes."""
+    return type(mask).__name__ == "CausalBias"
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:

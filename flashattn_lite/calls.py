@@ -162,11 +162,20 @@ def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Ordinary dense tensors and numbers, of exactly these types, and no compiler, mode or transform looks on."""
     if torch.compiler.is_compiling():
         return False
-    dense = all(
-        x is None or (type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg()))
-        for x in tensors
-    )
+    dense = all(x is None or (type(x) is Tensor and dense_and_real(x)) for x in tensors)
     return dense and all(type(x) in PLAIN for x in options) and not watched()
+
+
+def dense_and_real(x: Tensor) -> bool:
+    return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg() or batched(x))
+
+
+def batched(x: Tensor) -> bool:
+    """Many tensors in the guise of one, as autograd.grad(is_grads_batched=True) hands a backward pass."""
+    try:
+        return torch._C._functorch.is_legacy_batchedtensor(x)
+    except AttributeError:  # a torch that names it otherwise
+        return False
 
 
 def watched() -> bool:

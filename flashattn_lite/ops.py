@@ -140,12 +140,25 @@ def one_by_one(
     function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The rule under torch.vmap: a call for each, their results stacked."""
+    if info.batch_size == 0:
+        shapes = function(*(_without(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        outs = tuple(torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in shapes)
+        return outs, (0,) * len(outs)
     each = [
         function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
         for i in range(info.batch_size)
     ]
     outs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
     return outs, (0,) * len(outs)
+
+
+def _without(x: Any, dim: int | None) -> Any:
+    """A tensor of no memory, with x's shape but for a dim."""
+    if not isinstance(x, Tensor):
+        return x
+    shape = [size for i, size in enumerate(x.shape) if i != dim]
+    return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
 def _no_second_derivative(*_: Any) -> None:

@@ -20,12 +20,12 @@ MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 class Kind(NamedTuple):
     """Calls that run alike: shapes, dtype, device, options."""
 
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
+    query: tuple[int | str, ...]
+    key: tuple[int | str, ...]
+    value: tuple[int | str, ...]
     dtype: torch.dtype
     device: str
-    mask: tuple[int, ...] | None
+    mask: tuple[int | str, ...] | None
     is_causal: bool
     transformed: bool  # seen by vmap, another transform, a mode or a subclass of Tensor: what is behind it runs
 
@@ -47,7 +47,7 @@ class Report:
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def calls(self) -> int:
@@ -58,6 +58,10 @@ class Report:
         return f"Report(calls={self.calls}, kinds={len(self.kinds)}, refused={sum(self.refused.values())})"
 
     def __str__(self) -> str:
+        with self._lock:
+            return self._lines()
+
+    def _lines(self) -> str:
         lines = [f"{self.calls} calls of scaled_dot_product_attention, {sum(self.refused.values())} refused"]
         often = sorted(self.kinds.items(), key=lambda item: -item[1])
         lines += [f"  {count} x {self.backends[kind]}: {kind}" for kind, count in often[:SHOWN]]
@@ -71,23 +75,35 @@ class Report:
         scale: Any = None, enable_gqa: Any = False,
     ) -> None:  # fmt: skip
         """Takes in a call of the function whose signature this is."""
-        q, k, v = (tuple(x.shape) for x in (query, key, value))
-        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        if not all(isinstance(x, Tensor) for x in (query, key, value)):  # what a tracer or somebody's class stands for
+            with self._lock:
+                self.others += 1
+            return
+        q, k, v = map(_shape, (query, key, value))
+        mask = None if attn_mask is None else _shape(attn_mask)
         transformed = calls.watched() or type(query) not in (Tensor, torch.nn.Parameter)
         kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal, transformed)
-        args = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        backend = "under a transform"
+        if not transformed and kind not in self.backends:
+            backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with self._lock:
             if kind in self.kinds:
                 self.kinds[kind] += 1
             elif len(self.kinds) < MOST:
-                self.kinds[kind] = 1
-                self.backends[kind] = "under a transform" if transformed else sdpa.backend_of(*args)
+                self.kinds[kind], self.backends[kind] = 1, backend
             else:
                 self.others += 1
 
     def _refuses(self, error: Exception) -> None:
+        text = str(error)
         with self._lock:
-            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            if text in self.refused or len(self.refused) < MOST:
+                self.refused[text] = self.refused.get(text, 0) + 1
+
+
+def _shape(x: Tensor) -> tuple[int | str, ...]:
+    """As numbers, and a compiler's symbols by their names: to compare them would give them values."""
+    return tuple(size if type(size) is int else str(size) for size in x.shape)
 
 
 class _Standing:
@@ -114,7 +130,9 @@ class _Standing:
         self.function: Any = scaled_dot_product_attention
 
 
-_lock = threading.Lock()  # of what stands in torch's place, and of who put it there
+# Of what stands in torch's place, and of who put it there. A context that was dropped ends where Python collects it,
+# which may be under the lock.
+_lock = threading.RLock()
 _installed: _Standing | None = None
 
 
@@ -122,6 +140,14 @@ def _at(function: Any) -> _Standing | None:
     """Whose function this is; None: not of ours."""
     standing = getattr(function, "standing", None)  # functools.wraps would copy it too
     return standing if standing is not None and standing.function is function else None
+
+
+def _reaches(standing: _Standing) -> bool:
+    """Whether it stands there, below others of ours at most."""
+    at = _at(F.scaled_dot_product_attention)
+    while at is not None and at is not standing:
+        at = _at(at.before)
+    return at is standing
 
 
 def _put_in(report: Report) -> _Standing:
@@ -147,7 +173,8 @@ def replace_sdpa() -> Iterator[Report]:
     What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as torch's own modules and most
     models do) is served. A name bound before (`from torch.nn.functional import scaled_dot_product_attention`) and code
     that was compiled before keep torch's. Contexts may be nested, overlap in threads and hold an `install()`, which
-    stays when they end; each counts what is called while it is the last that was entered.
+    stays when they end; each counts what is called while it is the last that was entered. What stands there can't be
+    pickled, nor scripted by torch.jit.script.
 
     Raises:
         Inside, whatever `flashattn_lite.scaled_dot_product_attention` raises: dropout is a NotImplementedError.
@@ -183,8 +210,8 @@ def install() -> Report:
     with _lock:
         if _installed is None:
             _installed = _put_in(Report())
-        elif _at(F.scaled_dot_product_attention) is None:
-            _take_out(_installed)
+        elif not _reaches(_installed):
+            _installed.alive = False
             _installed = _put_in(_installed.report)
         return _installed.report
 

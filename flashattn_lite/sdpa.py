@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import api, arguments, calls, ops
+from flashattn_lite.arguments import is_causal_bias
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
 from flashattn_lite.tiles import autocasts, lowered
 
 NAMES = ("query", "key", "value")
+Diagonal = tuple[bool, int | None]  # attention's causal and q_start
 
 
 def scaled_dot_product_attention(
@@ -33,7 +36,8 @@ def scaled_dot_product_attention(
         query: `(..., Hq, L, D)`, float16, bfloat16, float32 or float64 (that one on the tiled backend), any strides.
             Any number of leading batch dims, also none; they broadcast between query, key, value and attn_mask.
         key: `(..., H, S, D)`; value: `(..., H, S, Dv)`; D and Dv from 1 to 256.
-        attn_mask: broadcastable to `(..., Hq, L, S)`: bool (True = visible), or float32 or query's dtype (added).
+        attn_mask: broadcastable to `(..., Hq, L, S)`: bool (True = visible), or float32 or query's dtype (added);
+            or one of torch's causal_upper_left, causal_lower_right.
         dropout_p: only 0; more raises NotImplementedError.
         is_causal: key j is visible to query i iff `j <= i` (top-left). Not together with attn_mask.
         scale: default `1 / sqrt(D)`.
@@ -56,6 +60,12 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
         True
     """
+    tensors = query, key, value, attn_mask
+    if has_torch_function(tensors) and not torch.compiler.is_compiling() and not is_causal_bias(attn_mask):
+        # As torch's own: a tracer, a mode or a class that stands for a tensor may take the call.
+        return handle_torch_function(
+            scaled_dot_product_attention, tensors, *tensors, dropout_p, is_causal, scale, enable_gqa
+        )
     done = _recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if done is not None:
         return done
@@ -65,11 +75,11 @@ def scaled_dot_product_attention(
 
 def backend_of(*args: Any) -> str:
     """The backend that runs a call with these arguments, all of `scaled_dot_product_attention`'s in its order."""
-    q, k, v, mask, is_causal, scale = _checked(*args)
+    q, k, v, mask, diagonal, scale = _checked(*args)
     while (inputs := _viewed(q, k, v, mask)) is None:
         q, k, v, mask = _entry(q, k, v, mask, 0)
-    q_start = 0 if is_causal else None
-    explained = api.explain(*inputs[:3], causal=is_causal, q_start=q_start, scale=scale, mask=inputs.mask)
+    causal, q_start = diagonal
+    explained = api.explain(*inputs[:3], causal=causal, q_start=q_start, scale=scale, mask=inputs.mask)
     return explained.backend
 
 
@@ -82,8 +92,8 @@ def _checked(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float]:
-    """(q, k, v, mask, is_causal, scale) for `_attend`: [*lead, H, length, dim] with equal batch dims."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Diagonal, float]:
+    """(q, k, v, mask, diagonal, scale) for `_attend`: [*lead, H, length, dim] with equal batch dims."""
     for name, x in zip(NAMES, (query, key, value), strict=True):
         arguments.check_float_tensor(name, x)
         if x.dim() < 2:
@@ -91,6 +101,9 @@ def _checked(
     dropout_p, scale = _number(dropout_p), scale if isinstance(scale, bool) else _number(scale)
     _check_options(dropout_p, is_causal, scale, enable_gqa)
     arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask)
+    diagonal: Diagonal = (is_causal, 0 if is_causal else None)
+    if is_causal_bias(attn_mask) and not is_causal:
+        diagonal, attn_mask = _diagonal_of(attn_mask, query, key), None
     # torch's function is on autocast's list of those that run in the lower precision; so is this one.
     query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
     _check_mask(attn_mask, query, is_causal)
@@ -101,11 +114,11 @@ def _checked(
     if mask is not None:
         mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    return q, k, v, mask, is_causal, scale
+    return q, k, v, mask, diagonal, scale
 
 
-def _arguments(inputs: Inputs, is_causal: bool, scale: float) -> calls.Arguments:
-    return (*inputs, is_causal, 0 if is_causal else None, None, None, scale, None, None, None, "auto")
+def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float) -> calls.Arguments:
+    return (*inputs, *diagonal, None, None, scale, None, None, None, "auto")
 
 
 def _recall(
@@ -124,7 +137,7 @@ def _recall(
     if (query.shape[1] != key.shape[1] and not enable_gqa) or autocasts(query.device):
         return None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    done = ops.recall(_arguments(Inputs(query, key, value), is_causal, scale))
+    done = ops.recall(_arguments(Inputs(query, key, value), (is_causal, 0 if is_causal else None), scale))
     return None if done is None else done[0]
 
 
@@ -164,6 +177,15 @@ def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> Non
         raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", attn_mask, "Cast it first.")
     if attn_mask.device != query.device:
         raise value_error("attn_mask", f"must be on query's device ({query.device})", attn_mask, "Move it with .to().")
+
+
+def _diagonal_of(bias: Any, query: Tensor, key: Tensor) -> Diagonal:
+    """What torch's causal_upper_left or causal_lower_right says: it holds no numbers."""
+    lengths = (bias.seq_len_q, bias.seq_len_kv)
+    if lengths != (query.shape[-2], key.shape[-2]):
+        relation = f"must be made for (len_q, len_k) = {(query.shape[-2], key.shape[-2])}"
+        raise value_error("attn_mask", relation, lengths, "Make one for these lengths.")
+    return True, 0 if bias.variant.name == "UPPER_LEFT" else None
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,13 +228,13 @@ def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float) -> Tensor:
     """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
     lead = q.shape[:-3]
     inputs = _viewed(q, k, v, mask)
     if inputs is None:  # one call for each entry of the first batch dim, never a copy
-        return torch.stack([_attend(*_entry(q, k, v, mask, i), is_causal, scale) for i in range(lead[0])])
-    out, _ = ops.call(_arguments(inputs, is_causal, scale))
+        return torch.stack([_attend(*_entry(q, k, v, mask, i), diagonal, scale) for i in range(lead[0])])
+    out, _ = ops.call(_arguments(inputs, diagonal, scale))
     return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
 
 

@@ -128,7 +128,8 @@ def test_one_graph_when_compiled(device, dynamic):
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        ("flash_lite", ValueError, 'name: must not be empty nor have "flash" or "|" in it'),
+        ("flash_lite", ValueError, 'name: must not be empty nor have "flash", "|" or "/" in it'),
+        ("attn/lite", ValueError, "which mean something else to transformers; got 'attn/lite'."),
         ("", ValueError, "name: must not be empty"),
         ("sdpa", ValueError, "name: must not be one that transformers has; got 'sdpa'"),
         ("eager", ValueError, "name: must not be one that transformers has"),
@@ -171,3 +172,33 @@ def test_a_bias_is_added_to_what_the_mask_leaves():
         torch.testing.assert_close(out, exact.transpose(1, 2))
         assert weights is None
     assert integration.biased(None, None) is None
+
+
+MODELS = {  # that compute attention themselves
+    "Bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 100},
+    "Mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 100, "max_seq_len": 64},
+    "XGLM": {"d_model": 32, "ffn_dim": 32, "num_layers": 1, "attention_heads": 4, "vocab_size": 100},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_look_no_function_up_are_refused(name):
+    """They would add our mask to their scores: as None it hides nothing, as a bool no more than 1."""
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="attn_lite")
+    with pytest.raises(NotImplementedError, match=r"^config: its model must look attention functions up by"):
+        model(tokens("cpu"))
+
+
+@pytest.mark.parametrize("few", ["query", "key"])
+def test_a_batch_of_one_is_every_sequences(few):
+    """Learned queries, say, beside keys of each sequence."""
+    sizes = {"query": (1, 3), "key": (3, 1)}[few]
+    q = torch.randn(sizes[0], 4, 6, 8, requires_grad=True)
+    k, v = (torch.randn(sizes[1], 2, 5, 8) for _ in range(2))
+    for mask in (None, torch.rand(3, 1, 6, 5) > 0.3):
+        out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, mask, is_causal=False)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(x.expand(3, -1, -1, -1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))), mask
+        )
+        torch.testing.assert_close(out, exact.transpose(1, 2))

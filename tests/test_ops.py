@@ -138,6 +138,16 @@ def test_function_transforms(causal):
     torch.testing.assert_close(
         torch.vmap(torch.func.grad(loss, every))(q, k, v), tuple(map(torch.stack, zip(*each, strict=True)))
     )
+    none = torch.vmap(loss)(q[:0], k[:0], v[:0])
+    assert none.shape == (0,)
+    assert torch.vmap(fa.attention)(q[:0], k[:0], v[:0]).shape == (0, *fa.attention(q[0], k[0], v[0]).shape)
+    wanted = torch.randn(4, *q[0].shape)
+    inputs = [x[0].clone().requires_grad_() for x in (q, k, v)]
+    out = fa.attention(*inputs, causal=causal)
+    batched = torch.autograd.grad(out, inputs, wanted, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, inputs, x, retain_graph=True) for x in wanted]
+    torch.testing.assert_close(batched, tuple(map(torch.stack, zip(*each, strict=True))))
+    each = [gradients(exact, *x) for x in zip(q, k, v, strict=True)]
     many = torch.func.grad(lambda *inputs: torch.vmap(loss)(*inputs).sum(), every)
     torch.testing.assert_close(many(q, k, v), tuple(map(torch.stack, zip(*each, strict=True))))
     with pytest.raises(NotImplementedError, match="no gradients of their own"):

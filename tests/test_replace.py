@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 
 import pytest
@@ -245,3 +246,57 @@ def test_install_once_more_puts_back_what_was_thrown_out():
     F.scaled_dot_product_attention(q, k, v)
     fa.uninstall()
     assert F.scaled_dot_product_attention is TORCHS and report.calls == 1
+
+
+def test_install_inside_a_context_puts_back_what_was_thrown_out():
+    report = fa.install()
+    F.scaled_dot_product_attention = TORCHS
+    with fa.replace_sdpa():
+        assert fa.install() is report
+    assert F.scaled_dot_product_attention is not TORCHS
+    fa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_a_context_that_was_dropped_ends_wherever_it_is_collected():
+    """Under the lock too, if the collector runs there."""
+    for _ in range(2000):
+        ring = []
+        ring.append(ring)
+        ring.append(fa.replace_sdpa())
+        ring[1].__enter__()
+        del ring
+    gc.collect()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_a_report_is_read_while_it_is_written():
+    with fa.replace_sdpa() as report:
+        q = [torch.empty(1, 1, 1, dim) for dim in range(1, 200)]
+        writer = threading.Thread(target=lambda: [report._ran(x, x, x) for x in q])
+        writer.start()
+        while writer.is_alive():
+            assert "calls of scaled_dot_product_attention" in str(report)
+        writer.join()
+    assert report.calls == len(q)
+
+
+def test_symbols_are_counted_and_keep_their_freedom():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q = torch.randn(2, 2, 6, 8)
+    with fa.replace_sdpa() as report:
+        graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q), tracing_mode="symbolic")(q)
+    assert report.calls == 1 and "under a transform" in str(report)
+    longer = torch.randn(3, 2, 9, 8)
+    torch.testing.assert_close(graph(longer), TORCHS(longer, longer, longer))
+
+
+def test_refusals_of_many_kinds_do_not_fill_the_report(monkeypatch):
+    monkeypatch.setattr(replace, "MOST", 3)
+    q, k, v = qkv(1, 2, 4, 8)
+    with fa.replace_sdpa() as report:
+        for i in range(1, 9):
+            with pytest.raises(NotImplementedError):
+                F.scaled_dot_product_attention(q, k, v, dropout_p=i / 10)
+    assert len(report.refused) == 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import bias as biases
 
 import flashattn_lite as fa
 
@@ -212,3 +213,59 @@ def test_output_keeps_the_layout_of_a_transposed_query(device):
     """(batch, length, heads, dim) storage in, the same out: a model's reshape after attention copies nothing."""
     (q,) = tensors(device, (2, 6, 3, 8))
     assert ours(*[q.transpose(1, 2)] * 3).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (6, 6), (4, 4)], ids=str)
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+def test_torchs_causal_biases_are_what_they_say(device, variant, lengths):
+    """They are tensors of nothing: what lies in their memory must not be read."""
+    bias = getattr(biases, variant)(*lengths)
+    q, k, v = tensors(device, (2, 3, lengths[0], 8), (2, 3, lengths[1], 8), (2, 3, lengths[1], 8))
+    exact = F.scaled_dot_product_attention(q, k, v, bias)
+    torch.testing.assert_close(fa.scaled_dot_product_attention(q, k, v, bias), exact)
+    with fa.replace_sdpa() as report:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, exact)
+    assert type(out) is torch.Tensor and report.calls == 1
+    compiled = torch.compile(fa.scaled_dot_product_attention, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, bias), exact)
+    with pytest.raises(ValueError, match=r"^attn_mask: must be None when is_causal is True"):
+        fa.scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+    with pytest.raises(ValueError, match=r"^attn_mask: must be made for \(len_q, len_k\) = \(\d, \d\); got \(9, 9\)"):
+        fa.scaled_dot_product_attention(q, k, v, getattr(biases, variant)(9, 9))
+    with pytest.raises(TypeError, match=r"^mask: must hold its values; got 'a CausalBias'. Pass causal=True"):
+        fa.attention(q, k, v, mask=bias)
+
+
+def test_who_stands_for_a_tensor_takes_the_call():
+    """As with torch's function: tracers, modes and classes of others."""
+    q, k, v = tensors(torch.device("cpu"), (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8))
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with fa.replace_sdpa() as report:
+        traced = torch.fx.symbolic_trace(Model())
+        assert report.calls == 1
+    (node,) = (node for node in traced.graph.nodes if node.op == "call_function")
+    assert node.target is fa.scaled_dot_product_attention
+    torch.testing.assert_close(traced(q, k, v), Model()(q, k, v))
+
+    class Other:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return function, len(args)
+
+    assert fa.scaled_dot_product_attention(Other(), k, v, scale=0.5) == (fa.scaled_dot_product_attention, 8)
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    want = fa.scaled_dot_product_attention(q, k, v)
+    with Mode():
+        out = fa.scaled_dot_product_attention(q, k, v)
+    assert seen == [fa.scaled_dot_product_attention] and torch.equal(out, want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ def register(name: str = "attn_lite") -> None:
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
-            output (`output_attentions`) and the paged cache of continuous batching.
+            output (`output_attentions`), the paged cache of continuous batching, and models that compute attention
+            themselves (Bloom and MPT; Falcon and GPT-Neo end in a KeyError of their own).
 
     Example:
         >>> import flashattn_lite
@@ -38,12 +40,12 @@ def register(name: str = "attn_lite") -> None:
     """
     if not isinstance(name, str):
         raise type_error("name", "must be a string", name, 'Pass what attn_implementation= will get, say "attn_lite".')
-    if not name or "flash" in name or "|" in name:
-        relation = 'must not be empty nor have "flash" or "|" in it, which mean something else to transformers'
+    if not name or "flash" in name or "|" in name or "/" in name:
+        relation = 'must not be empty nor have "flash", "|" or "/" in it, which mean something else to transformers'
         raise value_error("name", relation, name, 'The default is "attn_lite".')
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
             "register: needs transformers, 5 or newer. Install it: pip install 'transformers>=5'"
@@ -51,7 +53,30 @@ def register(name: str = "attn_lite") -> None:
     if AttentionInterface().get(name, attention_forward) is not attention_forward or name == "eager":
         raise value_error("name", "must not be one that transformers has", name, 'The default is "attn_lite".')
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | None:
+    """The mask that transformers makes for torch's function.
+
+    Raises:
+        NotImplementedError: for a model that computes attention itself. It would add this mask, or none, to its scores.
+    """
+    if not looks_functions_up(config):
+        remedy = 'Load the model with attn_implementation="eager".'
+        raise not_implemented("config", "its model must look attention functions up by name", config, remedy)
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, config=config, **options)
+
+
+def looks_functions_up(config: Any) -> bool:
+    """Whether the code of a config's model takes its attention from transformers' table, as far as its file says."""
+    home = type(config).__module__
+    module = sys.modules.get(home.replace("configuration_", "modeling_"))
+    if "configuration_" not in home or module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return True
+    return any(getattr(x, "_supports_sdpa", False) for x in vars(module).values() if isinstance(x, type))
 
 
 def attention_forward(
@@ -90,6 +115,8 @@ def attention_forward(
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
+        query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     if attention_mask is not None:

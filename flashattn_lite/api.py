@@ -81,6 +81,7 @@ def attention(
         >>> out.shape, lse.shape
         (torch.Size([1, 8, 5, 64]), torch.Size([1, 8, 5]))
     """
+    arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     done = _recall(tensors, *rest)
@@ -138,6 +139,7 @@ def attention_varlen(
         >>> attention_varlen(x, x, x, cu, cu, causal=True).shape
         torch.Size([7, 4, 32])
     """
+    arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k)
     rest = (causal, q_start, window, scale, softcap, max_seqlen_q, max_seqlen_k, backend)
     # On a CPU the values of cu_seqlens are checked too.
@@ -307,6 +309,7 @@ def explain(
         >>> explain(x, x, x, backend="tiled").backend
         'tiled'
     """
+    arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     _check_attention(tensors, *rest)

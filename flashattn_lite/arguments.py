@@ -126,8 +126,7 @@ def check_options(
     softcap: Any,
 ) -> None:
     """The plain-number options."""
-    if not isinstance(causal, bool):
-        raise type_error("causal", "must be True or False", causal, "Pass bool(causal).")
+    check_flag("causal", causal)
     if q_start is not None and not is_int(q_start):
         raise type_error("q_start", "must be an int or None", q_start, "For one a sequence pass kv_lens.")
     check_window(window)
@@ -146,6 +145,11 @@ def check_options(
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if isinstance(softcap, (int, float)) and softcap < FLOAT32.tiny:
         raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
+
+
+def check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise type_error(name, "must be True or False", flag, f"Pass bool({name}).")
 
 
 def check_window(window: object) -> None:

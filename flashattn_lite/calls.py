@@ -113,7 +113,7 @@ def look_up(ready: dict[tuple[Any, ...], Any], key: Callable[..., tuple[Any, ...
     """What `remember` kept under key(*of), else None; None too if more than autograd watches. `of` is unchecked."""
     try:
         call = ready.get(key(*of))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no tensors, no strides, no hash
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):  # no tensors, strides, hash
         return None
     return None if call is None or watched() else call
 

@@ -214,6 +214,7 @@ def attention_decode(
         >>> attention_decode(q, k, v, lens, block_table=table).shape
         torch.Size([2, 8, 1, 64])
     """
+    arguments.check_flag("return_lse", return_lse)
     tensors, given = (q, k_cache, v_cache, kv_lens, block_table, sinks), (causal, window, scale, softcap, backend)
     done = _recall(tensors, given)
     if done is None:
@@ -289,6 +290,7 @@ def explain_decode(
         >>> explain_decode(x, x, x, torch.ones(1, dtype=torch.int32), backend="tiled").backend
         'tiled'
     """
+    arguments.check_flag("return_lse", return_lse)
     options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
     inputs, problem = problem_of(q, k_cache, v_cache, kv_lens, block_table, sinks, *options)
     chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)

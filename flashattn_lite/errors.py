@@ -18,6 +18,8 @@ def message(argument: str, relation: str, got: object, remedy: str) -> str:
 
 def show(value: object) -> str:
     """A value as an error shows it. No tensor prints its data, nor in a list (it may be large, or on a busy GPU)."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"a nested tensor, {show(value.dtype)}, on {value.device}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {show(value.dtype)}, on {value.device}"
     if isinstance(value, (torch.dtype, torch.layout)):

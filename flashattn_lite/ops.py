@@ -112,6 +112,10 @@ class Recorded(torch.autograd.Function):
         return None, *_gradients(ctx, ctx.needs_input_grad[1:], d_out, d_lse)
 
     @staticmethod
+    def jvp(*_: Any) -> None:
+        _no_forward_mode()
+
+    @staticmethod
     def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         return one_by_one(Recorded.apply, *args)
 
@@ -130,6 +134,10 @@ class Derivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         _no_second_derivative()
+
+    @staticmethod
+    def jvp(*_: Any) -> None:
+        _no_forward_mode()
 
     @staticmethod
     def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -165,6 +173,13 @@ def _no_second_derivative(*_: Any) -> None:
     raise NotImplementedError(
         "attention: its gradients have no gradients of their own; got a backward pass through them (create_graph=True, "
         "a Hessian). Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
+    )
+
+
+def _no_forward_mode() -> None:
+    raise NotImplementedError(
+        "attention: forward-mode derivatives are not implemented; got one inside of another transform (a Hessian). "
+        "Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
     )
 
 

@@ -156,10 +156,8 @@ def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa:
     if dropout_p > 0:
         remedy = "Pass 0.0 (in evaluation: model.eval() does), or keep torch's function where you train with dropout."
         raise not_implemented("dropout_p", "dropout of attention weights is not implemented", dropout_p, remedy)
-    remedies = {"is_causal": "A mask goes into attn_mask.", "enable_gqa": "Pass bool(enable_gqa)."}
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise type_error(name, "must be True or False", flag, remedies[name])
+    arguments.check_flag("is_causal", is_causal)
+    arguments.check_flag("enable_gqa", enable_gqa)
     arguments.check_options(causal=is_causal, q_start=0, window=None, scale=scale, softcap=None)
 
 

@@ -281,6 +281,14 @@ _softmax_op.register_autograd(_softmax_backward, setup_context=_softmax_setup)
 _stats_op.register_autograd(_stats_backward, setup_context=_stats_setup)
 
 
+def _no_jvp(ctx: Any, *_: Any) -> Any:
+    """A tangent below other transforms, where the door does not see it."""
+    raise NotImplementedError(
+        "x: forward-mode derivatives are not implemented; got one inside of another transform (torch.func.hessian, "
+        "say). Use reverse mode twice: torch.func.jacrev(torch.func.jacrev(f))."
+    )
+
+
 class SoftmaxNode(torch.autograd.Function):
     """The op and its gradient for torch.func.grad and its kin, which do not take an op's derivative."""
 
@@ -288,6 +296,7 @@ class SoftmaxNode(torch.autograd.Function):
     setup_context = staticmethod(_softmax_setup)
     backward = staticmethod(_softmax_backward)
     vmap = staticmethod(lambda info, in_dims, x, dim: (_softmax(x.movedim(in_dims[0], 0), dim + 1), 0))
+    jvp = staticmethod(_no_jvp)
 
 
 class StatsNode(torch.autograd.Function):
@@ -297,6 +306,7 @@ class StatsNode(torch.autograd.Function):
     setup_context = staticmethod(_stats_setup)
     backward = staticmethod(_stats_backward)
     vmap = staticmethod(lambda info, in_dims, x, dim: (_stats(x.movedim(in_dims[0], 0), dim + 1), (0, 0)))
+    jvp = staticmethod(_no_jvp)
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:

@@ -20,7 +20,9 @@ LOG2E = 1.4426950408889634  # 1 / ln 2: natural units to log2 units
 LN2 = 0.6931471805599453  # ln 2: log2 units to natural units
 EMPTY_M = -math.inf
 EMPTY_L = 0.0
-SETTLED = (2.0**-64, 2.0**100)  # sums about reference 0 that lost nothing: far from float32's 2^-126 and 2^128
+# Sums about reference 0 that lost nothing: far from float32's 2^128, and not so low that a share of 2^-126 of them, as
+# small as any reference can keep, would be less than the last bit of the least subnormal, 2^-149.
+SETTLED = (2.0**-24, 2.0**100)
 
 
 def exp2(x: Tensor) -> Tensor:

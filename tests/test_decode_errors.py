@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,9 @@ REFUSED = {
                    "int64, on cpu. Cast it: .to(torch.int32)."),
     "lens shape": (call(kv_lens=LENS[:1]), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "window": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0)."),
+    "window of an array": (call(window=np.array([3, 0])), TypeError, "window: must be a pair (left, right) or None; got a "
+                           "ndarray. Pass (256, 0), say."),
+    "return_lse": (call(return_lse=torch.ones(2)), TypeError, "return_lse: must be True or False; got a tensor of shape"),
     "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
     "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass bool(causal)."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),

@@ -152,5 +152,7 @@ def test_function_transforms(causal):
     torch.testing.assert_close(many(q, k, v), tuple(map(torch.stack, zip(*each, strict=True))))
     with pytest.raises(NotImplementedError, match="no gradients of their own"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q, k[0], v[0]).sum())(q[0])
+    with pytest.raises(NotImplementedError, match="attention: forward-mode derivatives are not implemented"):
+        torch.func.hessian(lambda q: loss(q, k[0], v[0]))(q[0])
     with pytest.raises(NotImplementedError, match="q: forward-mode"):
         torch.func.jacfwd(loss)(q[0], k[0], v[0])

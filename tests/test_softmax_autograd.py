@@ -155,3 +155,11 @@ def test_function_transforms(dim: int) -> None:
             inside = lambda f: change(torch.vmap(f))  # noqa: B023
             torch.testing.assert_close(inside(ours)(x), inside(theirs)(x), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(torch.vmap(ours, in_dims=2)(x.movedim(0, 2)), torch.vmap(theirs)(x))
+
+
+@pytest.mark.parametrize("function", [lambda x: online_softmax(x).square().sum(), lambda x: softmax_stats(x)[1].sum()])
+def test_a_hessian_is_refused_in_words_and_reverse_mode_twice_makes_it(function):
+    x = torch.randn(6, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="x: forward-mode derivatives are not implemented; got one inside"):
+        torch.func.hessian(function)(x)
+    assert torch.func.jacrev(torch.func.jacrev(function))(x).shape == (6, 6)

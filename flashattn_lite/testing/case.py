@@ -22,7 +22,7 @@ Result = tuple[Tensor, Any]  # (out, lse); lse is None where an attention has no
 TENSORS = ("q", "k", "v")
 OPTIONS = ("causal", "q_start", "window", "scale", "softcap", "mask", "sinks", "kv_lens")
 
-Law = Callable[[Attention, "Case"], None]
+Law = Callable[[Attention, Any], None]  # of a Case or a PackedCase
 
 
 def needs(*features: str) -> Callable[[Law], Law]:
@@ -195,6 +195,10 @@ class PackedCase:
         lens = f"cu_seqlens_q={self.cu_seqlens_q.tolist()}, cu_seqlens_k={self.cu_seqlens_k.tolist()}"
         parts = [f"{name}={_show(getattr(self, name))}" for name in names]
         return f"PackedCase({', '.join(parts)}, {lens}, seed={self.seed}, {self.note or 'made by hand'})"
+
+    def generator(self) -> torch.Generator:
+        """As a Case's."""
+        return torch.Generator().manual_seed(self.seed)
 
     _repr_pretty_ = Case._repr_pretty_
 

@@ -19,7 +19,7 @@ from flashattn_lite.api import merge_attention
 from flashattn_lite.arguments_decode import MAX_ROWS
 from flashattn_lite.testing import laws, locality
 from flashattn_lite.testing.case import Attention, Case, Result
-from flashattn_lite.testing.oracle import expect
+from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
 from flashattn_lite.testing.results import assert_same_bits, assert_within, run
 
 # What a decoding attention knows of `strategies.FEATURES`.
@@ -48,7 +48,7 @@ def full(k: Tensor) -> Tensor:
 
 def paged_is_contiguous(attention_decode: Callable[..., Any], case: Case) -> None:
     """Pages in a random order, among unused ones full of NaN, give the bits of a contiguous cache of that capacity."""
-    page = 16 << case.integer(0, 2)
+    page = 16 << case.integer(0, 4)
     lens = full(case.k) if case.kv_lens is None else case.kv_lens
     capacity = -(-case.k.shape[2] // page) * page
     past = torch.arange(capacity, device=lens.device) >= lens.view(-1, 1, 1)  # [B, 1, S]
@@ -105,6 +105,13 @@ def a_larger_batch_is_irrelevant(attention_decode: Callable[..., Any], case: Cas
         assert_same_bits(got, want, f"slot {b} of {many}", case)
 
 
+def the_right_side_of_a_window_is_counted(attention_decode: Callable[..., Any], case: Case) -> None:
+    """Only among the last tokens does it hide anything, and only without causality."""
+    for right in {0, case.integer(0, max(0, case.q.shape[2] - 1))}:
+        bounded = case.replace(causal=False, window=(None, right))
+        assert_close_to_oracle(*run(as_attention(attention_decode), bounded), bounded)
+
+
 # Laws of attention that need neither a mask nor a start of the queries, asked through `as_attention`.
 SHARED_LAWS = (
     laws.matches_oracle,
@@ -112,6 +119,8 @@ SHARED_LAWS = (
     laws.strides_are_irrelevant,
     laws.order_of_keys_is_irrelevant,
     laws.kv_lens_cut_the_keys,
+    laws.lengths_outside_count_as_the_nearest,
+    laws.a_sink_of_no_weight_is_none,
     laws.scale_is_a_factor_of_q,
     laws.a_high_softcap_is_none,
     laws.constant_values_come_out,
@@ -132,6 +141,7 @@ def through_attention(law: Callable[..., None]) -> Callable[..., None]:
 
 DECODE_LAWS: tuple[Callable[..., None], ...] = (
     *(through_attention(law) for law in SHARED_LAWS),
+    the_right_side_of_a_window_is_counted,
     paged_is_contiguous,
     merge_of_two_caches_is_the_whole,
     a_larger_batch_is_irrelevant,

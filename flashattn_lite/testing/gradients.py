@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.reference import attention_reference, repeat_heads, weigh
-from flashattn_lite.testing.case import Attention, Case
+from flashattn_lite.testing.case import Attention, Case, PackedCase
 from flashattn_lite.testing.oracle import (
     ACCUMULATION,
     ROUNDING,
@@ -29,13 +29,15 @@ NAMES = ("q", "k", "v", "mask", "sinks")
 Gradients = dict[str, tuple[Tensor, Tensor]]
 
 
-def differentiable(case: Case) -> tuple[str, ...]:
+def differentiable(case: Case | PackedCase) -> tuple[str, ...]:
     """Names of the tensors that have a gradient."""
-    tensors = {name: getattr(case, name) for name in NAMES}
+    tensors = {name: getattr(case, name, None) for name in NAMES}
     return tuple(name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point)
 
 
-def run_backward(attention: Attention, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor | None]:
+def run_backward(
+    attention: Attention, case: Case | PackedCase, d_out: Tensor, d_lse: Tensor | None
+) -> dict[str, Tensor | None]:
     """Gradients of sum(out * d_out) + sum(lse * d_lse); None where attention gives none. Strides are kept."""
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in differentiable(case)}
     options = case.options() | {name: leaves[name] for name in leaves if name not in ("q", "k", "v")}

@@ -13,11 +13,11 @@ import torch
 
 from flashattn_lite.api import merge_attention
 from flashattn_lite.reference import repeat_heads
-from flashattn_lite.testing.case import Attention, Case, PackedCase, Result, needs
+from flashattn_lite.testing.case import Attention, Case, Result, needs
 from flashattn_lite.testing.gradients import expect_gradients, run_backward
-from flashattn_lite.testing.locality import LOCALITY_LAWS, packed_neighbours_are_irrelevant
+from flashattn_lite.testing.locality import LOCALITY_LAWS
 from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
-from flashattn_lite.testing.results import assert_within, run, run_packed
+from flashattn_lite.testing.results import assert_within, run
 
 # ---- the answer -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +133,25 @@ def kv_lens_cut_the_keys(attention: Attention, case: Case) -> None:
         _agree(run(attention, alone), (out[one], None if lse is None else lse[one]), alone)
 
 
+@needs("kv_lens")
+def lengths_outside_count_as_the_nearest(attention: Attention, case: Case) -> None:
+    """A length below 0 is 0, one above S is S: also for where the last query stands."""
+    batch, len_k = case.q.shape[0], case.k.shape[2]
+    lens = torch.tensor([(-3, len_k + 5, -(2**31), 2**31 - 1)[(b + case.seed) % 4] for b in range(batch)])
+    case = case.replace(kv_lens=lens.to(case.q.device, torch.int32))
+    held = case.replace(kv_lens=lens.clamp(0, len_k).to(case.q.device, torch.int32))
+    _agree(run(attention, case), run(attention, held), held)
+
+
+@needs("causal", "q_start")
+def a_start_far_away_sees_all_or_nothing(attention: Attention, case: Case) -> None:
+    """Behind all keys a causal row sees all of them, before them none."""
+    case = case.replace(causal=True, window=None)
+    for start in (2**31 + 1, -(2**31) - 1, 2**40, -(2**40)):
+        far = case.replace(q_start=start)
+        assert_close_to_oracle(*run(attention, far), far)
+
+
 @needs("scale")
 def scale_is_a_factor_of_q(attention: Attention, case: Case) -> None:
     """q doubled with half the scale is the same; doubling is exact."""
@@ -162,12 +181,12 @@ def a_sink_is_a_key_of_value_zero(attention: Attention, case: Case) -> None:
     _agree(run(attention, longer.replace(mask=mask, sinks=None)), run(attention, case), case)
 
 
-def packed_is_a_loop_of_dense(attention_varlen: Attention, case: PackedCase) -> None:
-    """Each packed sequence gets what dense attention gives it alone."""
-    out, lse = run_packed(attention_varlen, case)
-    for b, (rows, _) in enumerate(case.sequences()):
-        dense_out = out[rows].transpose(0, 1).unsqueeze(0)
-        assert_close_to_oracle(dense_out, lse[:, rows].unsqueeze(0), case.dense(b))
+@needs("sinks")
+def a_sink_of_no_weight_is_none(attention: Attention, case: Case) -> None:
+    """exp(-inf) adds nothing to the denominator: a head with such a sink has none."""
+    sinks = torch.full((case.q.shape[1],), -math.inf, dtype=case.q.dtype, device=case.q.device)
+    case = case.replace(sinks=None)
+    _agree(run(attention, case.replace(sinks=sinks)), run(attention, case), case)
 
 
 # ---- weights are weights --------------------------------------------------------------------------------------------
@@ -240,13 +259,15 @@ ALL_LAWS = (
     order_of_keys_is_irrelevant,
     visibility_is_a_mask,
     kv_lens_cut_the_keys,
+    lengths_outside_count_as_the_nearest,
+    a_start_far_away_sees_all_or_nothing,
     scale_is_a_factor_of_q,
     a_high_softcap_is_none,
     a_sink_is_a_key_of_value_zero,
+    a_sink_of_no_weight_is_none,
     a_blind_row_is_zero,
     constant_values_come_out,
     out_lies_between_the_values,
     gradients_match_autograd,
     *LOCALITY_LAWS,
 )
-PACKED_LAWS = (packed_is_a_loop_of_dense, packed_neighbours_are_irrelevant)

@@ -1,0 +1,53 @@
+"""The kit must catch bugs of packed attention and of decoding too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_lite.decode import attention_decode
+from flashattn_lite.reference import attention_varlen_reference
+from flashattn_lite.testing import PACKED_LAWS, check_decode, check_packed, decoding, packed
+
+
+def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
+    sizes = {"max_batch": 3, "max_heads": 2, "max_len": 17, "max_dim": 17}
+    check_packed(attention_varlen_reference, n=6, **sizes)
+
+    def one_sequence(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any) -> Any:
+        options.pop("kv_lens", None)
+        ends = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in (q, k)]
+        return attention_varlen_reference(q, k, v, *ends, **options)
+
+    for law in PACKED_LAWS:
+        with pytest.raises(AssertionError, match=r"in (Packed)?Case"):
+            check_packed(one_sequence, laws=[law], n=100, shrink=False, **sizes)
+
+    class Tripled(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, grad: 3 * grad)
+
+    def steep(q: Tensor, k: Tensor, *rest: Tensor, **options: Any) -> Any:
+        return attention_varlen_reference(q, Tripled.apply(k), *rest, **options)
+
+    law = packed.packed_gradients_are_those_of_dense
+    with pytest.raises(AssertionError, match=r"gradient of k of sequence"):
+        check_packed(steep, laws=[law], n=100, shrink=False, **sizes)
+    check_packed(steep, laws=[law], features={"lse"}, n=5, **sizes)  # it is not asked of who has none
+
+
+def test_decoding_laws_catch_windows_and_large_pages() -> None:
+    def narrow(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, *, block_table: Any = None, **options: Any) -> Any:
+        if options.get("window") and options["window"][1]:
+            options["window"] = (options["window"][0], options["window"][1] - 1)
+        if block_table is not None and k.shape[2] >= 128:
+            v = -v
+        return attention_decode(q, k, v, lens, block_table=block_table, **options)
+
+    for law in (decoding.the_right_side_of_a_window_is_counted, decoding.paged_is_contiguous):
+        check_decode(attention_decode, laws=[law], n=5)
+        with pytest.raises(AssertionError, match=r"in Case"):
+            check_decode(narrow, laws=[law], n=50, shrink=False)

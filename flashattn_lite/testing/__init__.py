@@ -6,9 +6,9 @@
 
     check(mine, features={"causal", "gqa", "lse"})
 
-`check` draws problems (strategies.py, needs hypothesis), asks each law (laws.py, locality.py), and shrinks the first
-failure to the smallest problem that still fails. Without hypothesis, ask any law about a case of your own:
-`matches_oracle(mine, Case(q, k, v, causal=True))`.
+`check` draws problems (strategies.py, needs hypothesis), asks each law (laws.py, locality.py; packed.py, decoding.py),
+and shrinks the first failure to the smallest problem that still fails. Without hypothesis, ask any law about a case of
+your own: `matches_oracle(mine, Case(q, k, v, causal=True))`.
 """
 
 from __future__ import annotations

@@ -221,7 +221,9 @@ def test_torchs_causal_biases_are_what_they_say(device, variant, lengths):
     """They are tensors of nothing: what lies in their memory must not be read."""
     bias = getattr(biases, variant)(*lengths)
     q, k, v = tensors(device, (2, 3, lengths[0], 8), (2, 3, lengths[1], 8), (2, 3, lengths[1], 8))
-    exact = F.scaled_dot_product_attention(q, k, v, bias)
+    diagonal = lengths[1] - lengths[0] if variant == "causal_lower_right" else 0
+    seen = torch.ones(*lengths, dtype=torch.bool, device=device).tril(diagonal)
+    exact = F.scaled_dot_product_attention(q, k, v, seen)
     torch.testing.assert_close(fa.scaled_dot_product_attention(q, k, v, bias), exact)
     with fa.replace_sdpa() as report:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)

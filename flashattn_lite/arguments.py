@@ -244,3 +244,8 @@ def is_number(x: object) -> bool:
 def is_int(x: object) -> bool:
     """An integer of Python, of a compiler that traces, or of NumPy."""
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
+
+
+def as_int(x: Any) -> Any:
+    """An integer of any kind as Python's; what else it is (None, a compiler's symbol) as it is."""
+    return int(x) if isinstance(x, Integral) else x

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -317,6 +316,6 @@ def _checked(
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
     dispatch.check_backend(backend, BACKENDS)
-    left, right = (int(side) if isinstance(side, Integral) else side for side in window or (None, None))
+    left, right = map(arguments.as_int, window or (None, None))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     return causal, left, right, scale, None if softcap is None else float(softcap)

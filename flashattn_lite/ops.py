@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn_lite import calls, flops
+from flashattn_lite.arguments import as_int
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
@@ -68,7 +68,8 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         given[at] = None if given[at] is None else float(given[at])
     for name in INTEGERS:  # its 64-bit integers; the kernels clamp much earlier
         at = NUM_TENSORS + OPTION_NAMES.index(name)
-        given[at] = max(-(2**62), min(2**62, int(given[at]))) if isinstance(given[at], Integral) else given[at]
+        whole = as_int(given[at])
+        given[at] = max(-(2**62), min(2**62, whole)) if isinstance(whole, int) else whole
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
         flops.teach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from flashattn_lite import softmax_tiled, state
 from flashattn_lite import target as targets
-from flashattn_lite.arguments import check_float_tensor, check_no_tangent, is_int
+from flashattn_lite.arguments import as_int, check_float_tensor, check_no_tangent, is_int
 from flashattn_lite.calls import remember, under_grad, watched
 from flashattn_lite.errors import show, type_error, value_error
 
@@ -175,7 +174,7 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     if not -rank <= dim < rank:
         relation = f"must be from {-rank} to {rank - 1} for x of {x.dim()} dimensions"
         raise value_error("dim", relation, dim, "Pass -1 for the last.")
-    return int(dim) % rank if isinstance(dim, Integral) else dim % rank
+    return as_int(dim) % rank
 
 
 def _check_stats(a: Stats, b: Stats) -> None:

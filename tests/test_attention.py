@@ -286,3 +286,14 @@ def test_narrow_values_beside_rows_that_are_not_aligned(device, dim, kind, dtype
         elif kind == "kv_lens":
             options = {"kv_lens": torch.tensor([len_k, 1], dtype=torch.int32, device=device), "scale": 0.0}
         matches_oracle(fa.attention, Case(q, k, v, **options))
+
+
+def test_a_small_share_of_a_small_sum_keeps_its_digits(device):
+    """About 0 the only key weighs 2^-136, a subnormal; beside a sink of 2^-26 float32 holds it well."""
+    q, k = torch.full((1, 1, 1, 1), -94.5, device=device), torch.ones(1, 1, 1, 1, device=device)
+    v = torch.linspace(-1.0, 1.0, 15, device=device).view(1, 1, 1, 15)
+    sinks = torch.tensor([-18.36], device=device)
+    out = fa.attention(q, k, v, scale=1.0, sinks=sinks)
+    exact = attention_reference(q.double(), k.double(), v.double(), scale=1.0, sinks=sinks.double())
+    # Three roundings of a score of 94.5, and what the definition does not lose.
+    torch.testing.assert_close(out.double(), exact, atol=0, rtol=3 * 94.5 * torch.finfo(torch.float32).eps)

@@ -93,11 +93,13 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
     d_out, d_lse, out, lse, *rest, needs = args
     if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
         d_out = d_out.contiguous()
-    inputs, problem = problem_of(tuple(rest))
-    tf32 = torch.get_float32_matmul_precision() if problem.dtype == torch.float32 else None  # as in _key
-    key = (problem, tuple(needs), tf32, *map(metadata, (*inputs, out, lse, d_out, d_lse)))
+    inputs, options = Inputs(*rest[:NUM_TENSORS]), tuple(rest[NUM_TENSORS:])
+    tf32 = torch.get_float32_matmul_precision() if inputs.q.dtype == torch.float32 else None  # as in _key
+    of_tensors = map(metadata, (*inputs, out, lse, d_out, d_lse))
+    key = (options, *map(type, options), tuple(needs), tf32, *of_tensors)
     make = _gradients.get(key)
     if make is None:
+        _, problem = problem_of(tuple(rest))
         make = dispatch.prepare_gradients(problem, inputs, d_out, tuple(needs))
         remember(_gradients, key, make)
     return make(inputs, out, lse, d_out, d_lse)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -142,9 +144,15 @@ def test_names_that_are_refused(name, error, text):
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize(("argument", "value"), [("dropout", 0.1), ("output_attentions", True), ("cache", object())])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("dropout", 0.1), ("output_attentions", True), ("cache", object()), ("indices", torch.zeros(1, 4, 2)),
+     ("block_indices", torch.zeros(1, 4, 2)), ("sinks", torch.zeros(1, 2, 4, 1))],
+    ids=str,
+)  # fmt: skip
 def test_what_it_does_not_do_is_named(argument, value):
     q = torch.randn(1, 2, 4, 8)
+    integration.attention_forward(torch.nn.Module(), q, q, q, None, indices=None, block_indices=None, sinks=None)
     with pytest.raises(NotImplementedError, match=f"^{argument}: "):
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{argument: value})
 
@@ -174,20 +182,66 @@ def test_a_bias_is_added_to_what_the_mask_leaves():
     assert integration.biased(None, None) is None
 
 
-MODELS = {  # that compute attention themselves
-    "Bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 100},
-    "Mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 100, "max_seq_len": 64},
-    "XGLM": {"d_model": 32, "ffn_dim": 32, "num_layers": 1, "attention_heads": 4, "vocab_size": 100},
+def test_head_dims_beyond_ours_are_refused_with_what_a_model_can_do():
+    q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 257)
+    with pytest.raises(
+        NotImplementedError, match=r"^query: head dims go up to 256; .*\(1, 2, 4, 257\).*Load the model"
+    ):
+        integration.attention_forward(torch.nn.Module(), q, q, v, None)
+
+
+ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+MODELS = {  # that compute attention themselves, have another idea of masks, or none of who is causal
+    "BloomForCausalLM": ("Bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 100}),
+    "MptForCausalLM": ("Mpt", {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 100, "max_seq_len": 64}),
+    "XGLMForCausalLM": (
+        "XGLM",
+        {"d_model": 32, "ffn_dim": 32, "num_layers": 1, "attention_heads": 4, "vocab_size": 100},
+    ),
+    "ClapTextModel": ("ClapText", ENCODER),
+    "SplinterModel": ("Splinter", ENCODER),
+    "BlipTextModel": ("BlipText", ENCODER),  # which has another file than its config's name says
+    "DeepseekV4ForCausalLM": ("DeepseekV4", {"model_type": "deepseek_v4"}),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_look_no_function_up_are_refused(name):
+def test_models_that_do_not_take_torchs_attention_are_refused(name):
     """They would add our mask to their scores: as None it hides nothing, as a bool no more than 1."""
-    config = getattr(transformers, f"{name}Config")(**MODELS[name])
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="attn_lite")
-    with pytest.raises(NotImplementedError, match=r"^config: its model must look attention functions up by"):
+    kind, options = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**options)
+    if name == "DeepseekV4ForCausalLM":  # large by default
+        with pytest.raises(NotImplementedError, match=r"^config: "):
+            integration.attention_mask(config=config)
+        return
+    model = getattr(transformers, name)._from_config(config, attn_implementation="attn_lite")
+    with pytest.raises(NotImplementedError, match=r"^config: its model must take torch's attention, or others by name"):
         model(tokens("cpu"))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_layers_that_share_keys_and_keep_the_last_queries(cached):
+    """Gemma 4: of a prompt's queries they take those whose logits are asked for, which begin late in it."""
+    options = {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16, **WINDOW}
+    config = {**SMALL, **options, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    logits = []
+    for implementation in ("attn_lite", "eager"):
+        torch.manual_seed(0)
+        kind = transformers.Gemma4TextConfig(**config, hidden_size_per_layer_input=16, vocab_size_per_layer_input=100)
+        model = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation=implementation).eval()
+        given = {"logits_to_keep": 1 if cached else 3}
+        if cached:
+            name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+            given[name] = transformers.StaticCache(config=kind, max_cache_len=100)
+        with torch.no_grad():
+            logits.append(model(tokens("cpu"), **given).logits)
+    assert_close(*logits)
 
 
 @pytest.mark.parametrize("few", ["query", "key"])

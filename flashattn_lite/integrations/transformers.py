@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.api import attention
+from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.tiles import lowered
+
+# Models that join numbers to the mask they are given, also where it is of booleans.
+REWRITES_MASKS = ("deepseek_v4",)
+OTHER_IMPLEMENTATION = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
+# What some models tell an attention function that changes the result; transformers' own do nothing with it, or all.
+UNKNOWN = {
+    "indices": "keys chosen by indices are not implemented",
+    "block_indices": "blocks of keys chosen by indices are not implemented",
+    "sinks": "sinks that differ from query to query are not implemented",
+}
 
 
 def register(name: str = "attn_lite") -> None:
@@ -26,8 +37,9 @@ def register(name: str = "attn_lite") -> None:
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
-            output (`output_attentions`), the paged cache of continuous batching, and models that compute attention
-            themselves (Bloom and MPT; Falcon and GPT-Neo end in a KeyError of their own).
+            output (`output_attentions`), the paged cache of continuous batching, keys that indices choose (DeepSeek),
+            sinks a query, head dims above 256, and models that by transformers' account take neither torch's function
+            nor others (Bloom, MPT, CLAP). Falcon, GPT-Neo, SAM and some others end in a KeyError of their own.
 
     Example:
         >>> import flashattn_lite
@@ -52,6 +64,7 @@ def register(name: str = "attn_lite") -> None:
         ) from error
     if AttentionInterface().get(name, attention_forward) is not attention_forward or name == "eager":
         raise value_error("name", "must not be one that transformers has", name, 'The default is "attn_lite".')
+    torch.compiler.assume_constant_result(takes_functions)  # a look through modules is nothing for a compiler to trace
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -60,23 +73,31 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     """The mask that transformers makes for torch's function.
 
     Raises:
-        NotImplementedError: for a model that computes attention itself. It would add this mask, or none, to its scores.
+        NotImplementedError: for a model that can't do with it. It would add this mask, or none, to scores of its own.
     """
-    if not looks_functions_up(config):
+    if getattr(config, "model_type", None) in REWRITES_MASKS or not takes_functions(type(config)):
         remedy = 'Load the model with attn_implementation="eager".'
-        raise not_implemented("config", "its model must look attention functions up by name", config, remedy)
+        raise not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
     from transformers.masking_utils import sdpa_mask
 
+    # Layers that share keys may keep the last queries only: those are not causal from the first key on.
+    if getattr(config, "num_kv_shared_layers", 0):
+        options["allow_is_causal_skip"] = False
     return sdpa_mask(*args, config=config, **options)
 
 
-def looks_functions_up(config: Any) -> bool:
-    """Whether the code of a config's model takes its attention from transformers' table, as far as its file says."""
-    home = type(config).__module__
-    module = sys.modules.get(home.replace("configuration_", "modeling_"))
-    if "configuration_" not in home or module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+def takes_functions(config: type) -> bool:
+    """Whether models of a class of configs take torch's attention or others by name, as their own classes say.
+
+    What no loaded class says (code outside of transformers, laid out in another way) is taken for a yes.
+    """
+    package, _, file = config.__module__.rpartition(".")
+    if not file.startswith("configuration_"):
         return True
-    return any(getattr(x, "_supports_sdpa", False) for x in vars(module).values() if isinstance(x, type))
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
+    classes = [x for module in modules for x in vars(module).values() if hasattr(x, "_supports_sdpa")]
+    own = [x for x in classes if getattr(x, "config_class", None) is config] or classes
+    return not own or any(x._supports_sdpa or getattr(x, "_supports_attention_backend", False) for x in own)
 
 
 def attention_forward(
@@ -111,6 +132,12 @@ def attention_forward(
     if others.get("output_attentions"):
         remedy = 'Load the model with attn_implementation="eager" for them.'
         raise not_implemented("output_attentions", "the weights are never held", True, remedy)
+    for argument, relation in UNKNOWN.items():
+        if others.get(argument) is not None:
+            raise not_implemented(argument, relation, others[argument], OTHER_IMPLEMENTATION)
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
+        largest = max(query, value, key=lambda x: x.shape[-1])
+        raise not_implemented("query", f"head dims go up to {MAX_HEAD_DIM}", largest, OTHER_IMPLEMENTATION)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -131,3 +132,29 @@ def test_numbers_that_hide_have_no_gradient(device):
         seen = (keys >= at - 9) & (keys <= at + 5) & (keys < length) & (mask[entry] > -math.inf)
         assert not got[entry][~seen].any()
         assert got[entry][seen].count_nonzero() > 0.9 * seen.sum()
+
+
+@pytest.mark.parametrize("kind", ["bool", "half", "float"])
+@pytest.mark.parametrize(
+    ("len_k", "offset", "step"),
+    [(72, 0, 1), pytest.param(72, 4, 1, marks=pytest.mark.gpu), pytest.param(68, 2, 1, marks=pytest.mark.gpu)]
+    + [pytest.param(*layout, marks=pytest.mark.gpu) for layout in ((71, 0, 1), (72, 1, 1), (72, 0, 2), (64, 0, -1))],
+)
+def test_masks_that_lie_anywhere(kind, len_k, offset, step, device):
+    """As many keys come by one load as lie side by side at whole addresses; step -1: keys are the slowest dimension."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(BATCH, HEADS, n, DIM).to(device, dtype) for n in (LEN_Q, len_k, len_k, LEN_Q))
+    wide = torch.randn((HEADS, len_k, LEN_Q) if step < 0 else (HEADS, LEN_Q, offset + step * len_k)).to(device)
+    wide = wide < 1 if kind == "bool" else wide.to(dtype if kind == "half" else torch.float32)
+    mask = wide.mT if step < 0 else wide[..., offset::step]
+    if kind != "bool":  # what lies past the lengths is read with its neighbours, and nothing is made of it
+        mask[..., 53:] = math.nan
+    options = {"kv_lens": [53, 7], "causal": True}
+    of = ("q", "k", "v") if kind == "bool" else ("q", "k", "v", "mask")
+    got = gradients(functools.partial(fa.attention, backend="triton"), of, q, k, v, mask, d_out, **options)
+    exact = (x if x.dtype == torch.bool else x.double().nan_to_num(0.0) for x in (q, k, v, mask, d_out))
+    wanted = gradients(attention_reference, of, *exact, **options)
+    eps = 8 * torch.finfo(dtype).eps + 2e-6  # as above
+    for ours, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace as Record
 
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.attention_hopper_launch import config_of, tile_of
 from flashattn_lite.kernels.hopper_tasks import HopperTile
-from flashattn_lite.kernels.operands import expanded_mask, mask_strides
+from flashattn_lite.kernels.operands import expanded_mask, mask_align, mask_strides
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from tests.gluon_on_torch.hopper import unchanged
@@ -88,6 +89,27 @@ def test_masks_of_every_kind_are_among_them():
     """Loads of one, two and four keys, a row for all queries and one for each, heads packed or not."""
     tiles = [some_case(seed)[-1] for seed in range(CASES)]
     assert len({(T.MASK_ROWS, T.MASK_ALIGN, T.PACK > 1) for T in tiles}) == 12
+
+
+def rows_fit(mask: torch.Tensor, keys: int) -> bool:
+    """Whether loads of so many keys cover each row of an expanded mask, at multiples of their size."""
+    steps = zip(mask.shape[:-1], mask_strides(mask), strict=False)
+    starts = (sum(at) for at in itertools.product(*([i * step for i in range(size)] for size, step in steps)))
+    bytes_of = lambda count: count * mask.element_size()
+    aligned = all((mask.data_ptr() + bytes_of(at)) % bytes_of(keys) == 0 for at in starts)
+    return aligned and mask.shape[-1] % keys == 0 and (mask.stride(-1) == 1 or keys == 1)
+
+
+@pytest.mark.parametrize("most", [4, 16])
+def test_one_load_takes_as_many_keys_as_fit(most):
+    """The portable kernels' up to 16 bytes, which hints to the compiler promise."""
+    seen = set()
+    for seed in range(CASES):
+        _, problem, mask, _ = some_case(seed)
+        keys, whole = mask_align(problem, mask, most), expanded_mask(problem, mask)
+        assert rows_fit(whole, keys) and (keys == most or not rows_fit(whole, 2 * keys))
+        seen.add(keys)
+    assert seen == {n for n in (1, 2, 4, 8, 16) if n <= most}
 
 
 def test_masks_are_copied_where_the_copy_engine_takes_them():

@@ -58,8 +58,9 @@ class Tile:
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
     PRODUCTS: str  # of float32: "ieee", "tf32", or "parts" in bfloat16 (device/products.py)
-    TMA: bool  # K and V arrive as tensor descriptors
     MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
+    MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
+    TMA: bool  # K and V arrive as tensor descriptors
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
 
 

@@ -94,7 +94,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         LANES=PARTS,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=varies(problem, mask, 2) or (config.pack > 1 and varies(problem, mask, 1)),
-        MASK_ALIGN=mask_align(problem, mask),
+        MASK_ALIGN=mask_align(problem, mask, 4),
         MASK_COPIED=config.mask_copied,
         LIMIT=LIMITS[problem.dtype],
     )

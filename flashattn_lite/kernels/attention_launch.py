@@ -16,6 +16,7 @@ from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.operands import (
     lse_strides,
+    mask_align,
     score_args,
     sizes,
     strides,
@@ -30,8 +31,10 @@ from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
+VECTOR = 16  # bytes that one load takes at most
 
-def shape_of(problem: AttentionProblem, target: Target, config: TileConfig) -> dict[str, Any]:
+
+def shape_of(problem: AttentionProblem, mask: Tensor | None, target: Target, config: TileConfig) -> dict[str, Any]:
     """What the tiles of all portable attention kernels have, forward and backward."""
     block_d, block_dv = columns(problem, target, config.block_m)
     return {
@@ -43,14 +46,15 @@ def shape_of(problem: AttentionProblem, target: Target, config: TileConfig) -> d
         "BLOCK_DV": block_dv,
         "GROUP": problem.group,
         "PRODUCTS": products(problem, target),
+        "MASK_ROWS": varies(problem, mask, 2),
+        "MASK_ALIGN": 1 if mask is None else mask_align(problem, mask, VECTOR // mask.element_size()),
     }
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: TileConfig, tma: bool) -> Tile:
     return Tile(
-        **shape_of(problem, target, config),
+        **shape_of(problem, inputs.mask, target, config),
         TMA=tma,
-        MASK_ROWS=varies(problem, inputs.mask, 2),
         RELOAD=isinstance(target.arch, int) and 100 <= target.arch < 120,
     )
 

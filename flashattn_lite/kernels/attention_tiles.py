@@ -64,12 +64,22 @@ def load_tile(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T: tl.constexpr):
-    """[M, N] of a head's mask, [1, N] without MASK_ROWS; rows that are not there have the last one's."""
-    ptrs = mask_ptr + offs_n.to(tl.int64)[None, :] * args.mask_strides[3]
+def mask_tile(mask_ptr, queries, keys, len_q, len_k, args, T: tl.constexpr):
+    """A head's mask of queries and keys, one a row and the other a column; of keys alone without MASK_ROWS.
+
+    Neighbouring keys come by one load where MASK_ALIGN allows it: all are read if the first exists. Queries that are
+    not there have the last one's.
+    """
+    ALIGN: tl.constexpr = T.MASK_ALIGN
+    BYTES: tl.constexpr = ALIGN * (mask_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    ptrs = mask_ptr + keys.to(tl.int64) * args.mask_strides[3]
     if T.MASK_ROWS:
-        ptrs += tl.minimum(offs_m, len_q - 1).to(tl.int64)[:, None] * args.mask_strides[2]
-    return tl.load(ptrs, mask=(offs_n < len_k)[None, :], other=0)
+        ptrs += tl.minimum(queries, len_q - 1).to(tl.int64) * args.mask_strides[2]
+    if keys.shape[0] == 1:
+        ptrs = tl.max_contiguous(tl.multiple_of(ptrs, [1, BYTES]), [1, ALIGN])
+    else:
+        ptrs = tl.max_contiguous(tl.multiple_of(ptrs, [BYTES, 1]), [ALIGN, 1])
+    return tl.load(ptrs, mask=keys // ALIGN * ALIGN < len_k, other=0)
 
 
 @triton.jit
@@ -77,10 +87,12 @@ def masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, dia
                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(scores with -inf where a row may not look, and with a float mask added, the factor to log2 units)."""
     seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)  # [M, N]
+    if F.mask != "":
+        mask = mask_tile(mask_ptr, offs_m[:, None], offs_n[None, :], len_q, len_k, args, T)
     if F.mask == "bool":
-        seen = seen & (mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T) != 0)
+        seen = seen & (mask != 0)
     if F.mask == "float":
-        s, scale = add_mask(s, scale, mask_tile(mask_ptr, offs_m, offs_n, len_q, len_k, args, T), EXACT)
+        s, scale = add_mask(s, scale, mask, EXACT)
     return tl.where(seen, s, float("-inf")), scale
 
 

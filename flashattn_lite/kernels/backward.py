@@ -31,6 +31,7 @@ from flashattn_lite.kernels.attention_tiles import (
     factor,
     load_tile,
     mask_of,
+    mask_tile,
     masked_scores,
     plus_product,
     scores,
@@ -61,7 +62,9 @@ class BackwardTile:
     BLOCK_D: int
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
-    PRODUCTS: str  # as the forward's Tile has it
+    PRODUCTS: str  # this and the next two as the forward's Tile has them
+    MASK_ROWS: bool
+    MASK_ALIGN: int
     TMA: bool  # c and d arrive as tensor descriptors
     CAREFUL: bool = False  # the launch that does again what failed
 
@@ -167,11 +170,11 @@ def numbers_of(rows, offs, exists, F: tl.constexpr):
 
 
 @triton.jit
-def weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_hi, args, WHOLE: tl.constexpr,
+def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args, WHOLE: tl.constexpr,
                F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(P [M, N], which pairs are seen, d of the capped score by the score) from products s of own and streamed rows.
 
-    m_i, log_l: [M, 1], or [1, N] where queries are streamed. mask = (where it begins, own and streamed strides).
+    m_i, log_l: [M, 1], or [1, N] where queries are streamed.
     """
     scale, slope = args.scale_log2, 1.0
     if F.scale_first:
@@ -187,8 +190,10 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_
         SEEN: tl.constexpr = T.SEEN
         seen = visible(offs_m, offs_n, len_n, diag_lo, diag_hi, SEEN)  # [M, N]
         if F.mask != "":
-            ptrs = mask[0] + offs_m.to(tl.int64)[:, None] * mask[1] + offs_n.to(tl.int64)[None, :] * mask[2]
-            bias = tl.load(ptrs, mask=(offs_m < len_m)[:, None] & (offs_n < len_n)[None, :], other=0)
+            if T.KEYS:
+                bias = mask_tile(mask_ptr, offs_n[None, :], offs_m[:, None], len_n, len_m, args, T)
+            else:
+                bias = mask_tile(mask_ptr, offs_m[:, None], offs_n[None, :], len_m, len_n, args, T)
         if F.mask == "bool":
             seen = seen & (bias != 0)
         if F.mask == "float":
@@ -202,8 +207,8 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_
 
 
 @triton.jit
-def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask, first, last, visit, offs_m, len_m, len_n, diag_lo,
-              diag_hi, args, WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask_ptr, first, last, visit, offs_m, len_m, len_n,
+              diag_lo, diag_hi, args, WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """Adds the tiles first <= i < last of a visit to the gradients of own rows; WHOLE: all pairs in them are seen.
 
     own: factors. CAREFUL: without bad rows of what is streamed; own rows that see one are poisoned.
@@ -227,8 +232,8 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask, first, last
             m_i, log_l, delta = m_i[None, :], log_l[None, :], delta[None, :]
         c, d = factor(c, T), factor(d, T)
         s = times(own[0], transposed(c, T), T)  # [M, N]
-        p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask, len_m, len_n, diag_lo, diag_hi, args, WHOLE, F,
-                                    T)  # fmt: skip
+        p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args,
+                                    WHOLE, F, T)  # fmt: skip
         if T.CAREFUL:
             good = (bad == 0)[None, :]
             poisoned |= tl.max((seen & (bad != 0)[None, :]).to(tl.int32), 1)
@@ -261,18 +266,14 @@ def gradients(own, own_rows, c_src, d_src, rows, place, visit, offs_m, len_m, le
                     (d_src[0], d_src[1], d_src[2] + g, d_src[3], d_src[4]))  # fmt: skip
         at = place[2] + (place[1] + g).to(tl.int64) * place[3]
         of_head = (rows[0] + at, rows[1] + at, rows[2] + at)
-        mask = (args.mask_ptr, 0, 0)
+        mask_ptr = args.mask_ptr
         if F.mask != "":
             mask_ptr = mask_of(place[0], place[1] + g, args)
-            if T.KEYS:
-                mask = (mask_ptr, args.mask_strides[3], args.mask_strides[2])
-            else:
-                mask = (mask_ptr, args.mask_strides[2], args.mask_strides[3])
         edges = visit[0] if T.CAREFUL else visit[1]
-        ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask, 0, edges, visit, offs_m,
-                                     len_m, len_n, diag_lo, diag_hi, args, False, F, T)  # fmt: skip
+        ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask_ptr, 0, edges, visit,
+                                     offs_m, len_m, len_n, diag_lo, diag_hi, args, False, F, T)  # fmt: skip
         if F.mask == "" and not T.CAREFUL:
-            ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask, edges, visit[0],
+            ga, gb, poisoned = add_tiles(ga, gb, poisoned, own, streamed, own_rows, of_head, mask_ptr, edges, visit[0],
                                          visit, offs_m, len_m, len_n, diag_lo, diag_hi, args, True, F, T)  # fmt: skip
     return ga, gb, poisoned
 

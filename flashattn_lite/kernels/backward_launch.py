@@ -123,7 +123,7 @@ class Side:
             MAKES_B=makes[1],
             SEEN=replace(self.features, left=self.features.right, right=self.features.left) if keys else self.features,
             TMA=tma,
-            **shape_of(problem, target, config),
+            **shape_of(problem, mask, target, config),
         )
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
@@ -156,13 +156,15 @@ class MaskSide:
     """The launch for the gradient of a mask."""
 
     def __init__(self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, mask: Tensor, target: Target) -> None:
-        piped = all(map(vectorised, (*inputs[:3], d_out)))
-        config = mask_gradient_tile(problem, target, piped, mask.element_size())
+        read = (*inputs[:3], d_out)
+        tma = has_tma(target) and all(map(takes_tma, read))
+        config = mask_gradient_tile(problem, target, tma or all(map(vectorised, read)), mask.element_size())
         entries, heads, rows, keys = shape = (*(1,) * (4 - mask.dim()), *mask.shape)
         self.tile = MaskTile(
             SEEN=problem.features,
+            TMA=tma,
             ALL_ROWS=rows == 1,
-            **shape_of(problem, target, config),
+            **shape_of(problem, mask, target, config),
         )
         row_tiles = triton.cdiv(problem.len_q, config.block_m)
         self.num_m, self.num_n = 1 if rows == 1 else row_tiles, triton.cdiv(keys, config.block_n)
@@ -172,17 +174,26 @@ class MaskSide:
             for whole, part in ((problem.batch, entries), (problem.heads_q, heads), (row_tiles, rows))
         )
         self.start = Starter(mask_kernel, self.num_m * self.num_n * heads * entries, options_of(config))
+        self.descriptors = None
+        if tma:
+            of_qk, of_v = self.tile.BLOCK_D, self.tile.BLOCK_DV
+            blocks = ([config.block_m, of_qk], [config.block_n, of_qk], [config.block_n, of_v], [config.block_m, of_v])
+            self.descriptors = Descriptors(
+                *(descriptor(x, block, False) for x, block in zip(read, blocks, strict=True))
+            )
 
-    def launch(
+    def launches(
         self, inputs: Inputs, d_out: Tensor, d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
-    ) -> tuple[Starter, tuple[Any, ...]]:
+    ) -> Launches:
         """With its arguments."""
-        q, k, v = inputs[:3]
-        of_mask = d_mask.view(self.shape)
-        steps = (x.stride() for x in (q, k, v, d_out, of_mask))
-        args = (q, k, v, d_out, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
+        read, of_mask = (*inputs[:3], d_out), d_mask.view(self.shape)
+        lent = self.descriptors.lend(*read) if self.descriptors else read
+        steps = (x.stride() for x in (*read, of_mask))
+        args = (*lent, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
         args += (self.num_m, self.num_n, *lengths, self.heads, *self.sums, scores)
-        return self.start, (*args, self.tile.SEEN, self.tile)
+        yield self.start, (*args, self.tile.SEEN, self.tile)
+        if self.descriptors:
+            self.descriptors.take_back(lent)
 
 
 class Call:
@@ -239,7 +250,7 @@ class Call:
             own, streamed, of_own = ((k, v), (q, d_out), (dk, dv)) if side.keys else ((q, d_out), (k, v), (dq, dq))
             yield from side.launches(own, streamed, of_own, rows, self.lengths, scores)
         if self.mask_side and (d_mask := grads[3]) is not None:
-            yield self.mask_side.launch(inputs, d_out, d_mask, rows, self.lengths, scores)
+            yield from self.mask_side.launches(inputs, d_out, d_mask, rows, self.lengths, scores)
 
     def wanted(self, inputs: Inputs, grads: list[Tensor | None], rows: Rows) -> Grads:
         """What was asked for, with filled gradients of q, k, v and mask."""

@@ -31,13 +31,18 @@ class MaskTile:
     BLOCK_D: int
     BLOCK_DV: int
     GROUP: int  # query heads of one key/value head
-    PRODUCTS: str  # as the forward's Tile has it
+    PRODUCTS: str  # this and the next two as the forward's Tile has them
+    MASK_ROWS: bool
+    MASK_ALIGN: int
+    TMA: bool  # q, k, v and dO arrive as tensor descriptors
     ALL_ROWS: bool  # the mask has one row for all queries
+
+    KEYS = False  # as the backward's Tile has it: queries are the rows of its products
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "num_n", "rows_q", "rows_k", "diag_lo", "diag_hi",
                                "heads", "sum_batch", "sum_heads", "sum_rows"])  # fmt: skip
-def mask_kernel(q_ptr, k_ptr, v_ptr, d_out_ptr, d_mask_ptr, m_ptr, log_l_ptr, delta_ptr, q_strides, k_strides,
+def mask_kernel(q_src, k_src, v_src, d_out_src, d_mask_ptr, m_ptr, log_l_ptr, delta_ptr, q_strides, k_strides,
                 v_strides, d_out_strides, d_mask_strides, stride_lb, stride_lh, num_m, num_n, rows_q, rows_k, diag_lo,
                 diag_hi, heads, sum_batch, sum_heads, sum_rows, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """num_m, num_n, heads: tiles and heads of the mask; sum_*: entries, heads, row tiles that share an element."""
@@ -61,20 +66,19 @@ def mask_kernel(q_ptr, k_ptr, v_ptr, d_out_ptr, d_mask_ptr, m_ptr, log_l_ptr, de
             entry, rows_q, rows_k, diag_lo, diag_hi, args, F
         )
         offs_m = row_lo + tl.arange(0, T.BLOCK_M)
-        q = load_tile((q_ptr, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False,
+        q = load_tile((q_src, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T.TMA,
                       True)  # fmt: skip
-        k = load_tile((k_ptr, batch, h // T.GROUP, start_k, k_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM,
-                      T.BLOCK_D, False, True)  # fmt: skip
-        d_out = load_tile((d_out_ptr, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V,
-                          T.BLOCK_DV, False, True)  # fmt: skip
-        v = load_tile((v_ptr, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
-                      T.BLOCK_DV, False, True)  # fmt: skip
+        k = load_tile((k_src, batch, h // T.GROUP, start_k, k_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM,
+                      T.BLOCK_D, T.TMA, True)  # fmt: skip
+        d_out = load_tile((d_out_src, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V,
+                          T.BLOCK_DV, T.TMA, True)  # fmt: skip
+        v = load_tile((v_src, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
+                      T.BLOCK_DV, T.TMA, True)  # fmt: skip
         at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
         m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, F)
         s = times(factor(q, T), transposed(factor(k, T), T), T)  # [M, N]
-        mask = (mask_of(entry, h, args), args.mask_strides[2], args.mask_strides[3])
-        p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask, len_q, len_k, lo, hi, args,
-                                False, F, T)  # fmt: skip
+        p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask_of(entry, h, args), len_q,
+                                     len_k, lo, hi, args, False, F, T)  # fmt: skip
         ds = p * (times(factor(d_out, T), transposed(factor(v, T), T), T) - delta[:, None])
         bad = (not_finite(k) | not_finite(v)) != 0
         ds = tl.where(bad[None, :], float("nan"), ds)

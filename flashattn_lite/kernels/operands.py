@@ -81,19 +81,19 @@ def varies(problem: AttentionProblem, mask: Tensor | None, dim: int) -> bool:
     return mask is not None and mask_strides(expanded_mask(problem, mask))[dim] != 0
 
 
-def mask_align(problem: AttentionProblem, mask: Tensor | None) -> int:
-    """Keys of a mask that one load may take: four, two or one.
+def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int:
+    """Keys of a mask that one load may take: a power of two up to `most`.
 
     So many lie side by side, and divide the number of keys and the address of every row.
     """
-    if mask is None:
-        return 1
-    mask, itemsize = expanded_mask(problem, mask), mask.element_size()
-    steps = (*mask_strides(mask)[:-1], mask.shape[-1])
-    if mask.stride(-1) == 1:
-        for keys in (4, 2):
+    keys = most
+    if mask is not None:
+        mask, itemsize = expanded_mask(problem, mask), mask.element_size()
+        steps = (*mask_strides(mask)[:-1], mask.shape[-1])
+        while keys > 1 and mask.stride(-1) == 1:
             if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in steps):
                 return keys
+            keys //= 2
     return 1
 
 

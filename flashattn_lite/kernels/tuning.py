@@ -147,16 +147,16 @@ BACKWARD = (
     (128, TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (256, TileConfig(128, 32, 8, 2), TileConfig(128, 32, 8, 2), TileConfig(128, 64, 8, 2)),
 )
-# The same with a mask, whose tiles a thread loads element by element, and as far as shared memory holds them. H100, ms,
-# 16 x 12 x 1024 of 64 and 8 x 16 x 2048 of 128, a bias in bf16 with a row a query:
-#   64, dQ: 64x32 w4 s3 0.38; 128x32 w4 s3 0.44; 64x64 w4 s2 0.45; 128x64 w8 s2 0.57
-#   64, both: 64x64 w4 s2 1.00; 64x32 w4 s3 1.01; 128x64 w8 s2 1.18; 128x32 w4 s3 1.23
-#   128, dQ: 64x64 w4 s2 1.39; 128x64 w8 s2 1.65; 64x32 w4 s3 1.73
-#   128, both: 64x32 w4 s2 3.32; 64x64 w4 s2 3.90; 128x32 w8 s2 4.07; 128x64 w8 s2 4.24
-#   gradient of the bias: 64x64 w4 s2 0.78 2.95; 64x64 w4 s1 0.86 3.28; 128x64 w8 s1 0.90 3.21; 64x128 w8 s1 0.97 3.56
+# The same with a mask, as far as shared memory holds its tiles. H100, ms, 16 x 12 x 1024 of 64 and 8 x 16 x 2048 of
+# 128, a bias in bf16 with a row a query, eight keys a load:
+#   64, dQ: 64x32 w4 s3 0.27, s2 0.29; 128x32 w4 s3 0.33; 64x64 w4 s2 0.34; 128x64 w8 s3 0.36, s2 0.44
+#   64, both: 64x64 w4 s3 0.55, s2 0.58; 64x32 w4 s3 0.58; 128x32 w4 s3 0.70; 128x64 w8 s2 0.74
+#   128, dQ: 128x64 w8 s3 0.97, s2 1.28 (three have no room with a float32 mask); 64x64 w4 s2 1.02; 64x32 w4 s3 1.04
+#   128, both: 64x32 w4 s3 1.96, s2 2.19; 64x64 w4 s2 2.30; 128x64 w8 s2 2.44; 128x32 w8 s2 2.52
+#   gradient of the bias: 64x64 w4 s2 0.63 2.35; 128x64 w8 s2 0.69 2.27; 64x128 w8 s2 0.69 2.55; 64x32 w4 s3 0.61 4.19
 BACKWARD_MASKED = (
-    (64, TileConfig(64, 32, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (128, TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2)),
+    (64, TileConfig(64, 32, 4, 3), TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 3)),
+    (128, TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 3), TileConfig(64, 32, 4, 3)),
     (256, *BACKWARD[2][1:]),
 )
 # float32 in parts, H100, ms, 4 x 32 x 4096 of 64 and 4 x 16 x 4096 of 128: dQ, dK and dV.

@@ -123,6 +123,8 @@ SHAPES = {
     "token-group-8": Shape(8, 64, 8, 1, 8192, 128, causal=True),
     "tokens-4-group-8": Shape(8, 64, 8, 4, 8192, 128, causal=True),
     "token-d64": Shape(8, 32, 8, 1, 8192, 64, causal=True),
+    "token-padded": Shape(8, 32, 8, 1, 4096, 128, mask="padding"),
+    "token-bias": Shape(8, 12, 12, 1, 2048, 64, mask="bias"),
     "fp32-d64": own(2, 8, 1024, 64, dtype="fp32"),
     "fp32-d128": own(1, 8, 4096, 128, dtype="fp32"),
 }

@@ -56,6 +56,8 @@ CASES = {
     "wide, 64 rows": (8, 16, 256, 256, FP16, {}),
     "unaligned": (8, 16, 33, 7, FP16, {}),
     "float32": (4, 2, 128, 128, FP32, {}),
+    "padding": (8, 1, 128, 128, BF16, {"mask": "padding"}),
+    "bias": (8, 4, 128, 128, BF16, {"mask": "bias"}),
 }
 
 
@@ -65,12 +67,17 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     target = replace(GPUS[gpu][1], multiprocessors=options.pop("multiprocessors", 1))
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
     k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
+    shape = {"padding": (batch, 1, 1, keys), "bias": (1, heads, tokens, keys)}.get(options.pop("mask", ""))
+    mask = None if shape is None else torch.zeros(shape, dtype=torch.bool if shape[1] == 1 else dtype)
     table = torch.zeros(batch, 16, dtype=torch.int32) if paged else None
     sinks = torch.zeros(heads) if options.pop("sinks", False) else None
     left, right = options.pop("window", (None, None))
     lens = torch.tensor([512, 100], dtype=torch.int32)
     numbers = (True, left, right, 1 / math.sqrt(dim), options.pop("softcap", None))
     inputs, problem = decode.problem_of(q, k, v, lens, table, sinks, *numbers)
+    if mask is not None:
+        inputs = inputs._replace(mask=mask)
+        problem = replace(problem, features=replace(problem.features, mask="bool" if shape[1] == 1 else "float"))
     out, lse = torch.empty(batch, heads, tokens, dim_v, dtype=dtype), torch.empty(batch, heads, tokens)
     return decode_launch.plan(problem, inputs, table, out, lse, target)
 

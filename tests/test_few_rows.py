@@ -33,7 +33,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 )
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1100), (4, 2100)])
 def test_attention_splits_the_keys_of_few_rows(device, tokens, keys, options):
-    """`attention` gives few rows over many keys to the same kernels: every score feature but masks, any alignment."""
+    """`attention` gives few rows over many keys to the same kernels: every score feature, any alignment."""
     options = dict(options)
     heads_kv = 1 if INTERPRETING and tokens > 1 else 2
     q, k, v = cache(device, batch=2, heads=4 * heads_kv, heads_kv=heads_kv, rows=tokens, keys=keys, dtype=torch.float16)
@@ -61,6 +61,83 @@ def test_up_to_64_rows_of_a_key_head_over_long_caches(device, group, tokens, dim
     assert_close_to_oracle(out, lse, Case(q, k, v, causal=True))
     alone = fa.attention(q[1:2], k[1:2], v[1:2], causal=True, return_lse=True)
     assert_same_bits((out[1:2], lse[1:2]), alone, "the second of three sequences", None)
+
+
+def some_mask(kind, batch, heads, tokens, keys, device):
+    """Padding ahead of each sequence; a row a query; numbers for each head and query; one row of numbers for all."""
+    if kind == "padding":
+        first = torch.tensor([keys - 900, 7], device=device)
+        return (torch.arange(keys, device=device) >= first[:, None])[:batch, None, None]
+    generator = torch.Generator().manual_seed(1)
+    shape = {"rows": (batch, 1, tokens, keys), "bias": (1, heads, tokens, keys), "numbers": (keys,)}[kind]
+    numbers = torch.randn(shape, generator=generator).to(device)
+    return numbers < 0.5 if kind == "rows" else numbers.masked_fill(numbers > 1, -torch.inf)
+
+
+def masked(device, kind, tokens, keys):
+    """(q, k, v, mask, what it hides [B, Hkv, G, L, S])."""
+    heads_kv = 1 if INTERPRETING else 2
+    q, k, v = cache(device, batch=2, heads=4 * heads_kv, heads_kv=heads_kv, rows=tokens, keys=keys, dtype=torch.float16)
+    mask = some_mask(kind, 2, 4 * heads_kv, tokens, keys, device)
+    hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
+    return q, k, v, mask, hidden.expand(2, 4 * heads_kv, tokens, keys).unflatten(1, (heads_kv, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}, {"window": (700, 0)}], ids=str)
+@pytest.mark.parametrize("kind", ["padding", "rows", "bias", "numbers"])
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1100), (4, 2104)])
+def test_masks_of_few_rows(device, tokens, keys, kind, options):
+    """Split too: a model that generates from padded prompts, or into a static cache, has a mask in every step.
+
+    What it hides from every row may hold anything.
+    """
+    if INTERPRETING and (options if tokens == 1 else "window" not in options or kind in ("padding", "numbers")):
+        pytest.skip("each of these takes seconds in the interpreter")
+    q, k, v, mask, hidden = masked(device, kind, tokens, keys)
+    out, lse = fa.attention(q, k, v, mask=mask, return_lse=True, **options)
+    assert_close_to_oracle(out, lse, Case(q, k, v, mask=mask, **options))
+    if device.type == "cuda" or INTERPRETING:
+        assert fa.explain(q, k, v, mask=mask, **options).backend == "split"
+    nobody = hidden.all(2).all(2)
+    k[nobody], v[nobody] = torch.nan, -torch.inf
+    assert nobody.any() or kind == "bias"
+    again = fa.attention(q, k, v, mask=mask, return_lse=True, **options)
+    assert_same_bits(again, (out, lse), "keys that the mask hides from all", None)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("rows", 4), ("bias", 1), ("bias", 4)])
+def test_what_a_mask_shows_to_some_rows_reaches_no_other(device, kind, tokens):
+    q, k, v, mask, hidden = masked(device, kind, tokens, 2104)
+    before = fa.attention(q, k, v, mask=mask)
+    some = hidden.any(2).any(2) & ~hidden.all(2).all(2)
+    key = int(some[0, 0].nonzero()[-1])
+    v[0, 0, key] = torch.nan
+    got = fa.attention(q, k, v, mask=mask)
+    sees = torch.zeros(got.shape[:-1], dtype=torch.bool, device=device)
+    sees[0, :4] = ~hidden[0, 0, :, :, key]
+    assert torch.equal(got.isnan().all(-1), sees)
+    torch.testing.assert_close(got[~sees], before[~sees], atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bool", "half", "float"])
+@pytest.mark.parametrize("columns", [1104, 1105, 1106])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_part_of_a_mask_gives_one_sequence_the_bits_that_it_has_in_a_batch(device, tokens, columns, kind):
+    """Its rows begin anywhere, and another one at other addresses than the batch: in each of the kernels."""
+    backends = ("split",) if tokens == 1 else ("triton", "hopper")
+    q, k, v = cache(device, batch=3, heads=4, heads_kv=2, rows=tokens, keys=1104, dim=64, dtype=torch.float16)
+    wide = torch.randn(3, 1, tokens, columns, generator=torch.Generator().manual_seed(2)).to(device)
+    mask = (wide > 0 if kind == "bool" else wide.half() if kind == "half" else wide)[..., :1104]
+    for backend in backends:
+        if fa.explain(q, k, v, mask=mask).reasons[backend]:
+            continue
+        whole = fa.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+        for i in range(3):
+            alone = fa.attention(
+                *(x[i : i + 1] for x in (q, k, v)), mask=mask[i : i + 1], return_lse=True, backend=backend
+            )
+            assert_same_bits(tuple(x[i : i + 1] for x in whole), alone, f"sequence {i} of {backend}", None)
 
 
 def cut(options):

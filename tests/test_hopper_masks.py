@@ -93,8 +93,9 @@ def test_masks_of_every_kind_are_among_them():
 
 def rows_fit(mask: torch.Tensor, keys: int) -> bool:
     """Whether loads of so many keys cover each row of an expanded mask, at multiples of their size."""
-    steps = zip(mask.shape[:-1], mask_strides(mask), strict=False)
-    starts = (sum(at) for at in itertools.product(*([i * step for i in range(size)] for size, step in steps)))
+    steps = zip(mask.shape[:-1], mask.stride(), strict=False)
+    # One row more where there is but one, so that an entry alone is read as the whole is.
+    starts = (sum(at) for at in itertools.product(*([i * step for i in range(max(size, 2))] for size, step in steps)))
     bytes_of = lambda count: count * mask.element_size()
     aligned = all((mask.data_ptr() + bytes_of(at)) % bytes_of(keys) == 0 for at in starts)
     return aligned and mask.shape[-1] % keys == 0 and (mask.stride(-1) == 1 or keys == 1)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole
 from flashattn_lite.kernels.device.integers import divided
-from flashattn_lite.kernels.device.scores import to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, update
 
 
@@ -57,6 +57,53 @@ def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def mask_of_keys(mask, offs_n, exists, T: tl.constexpr):
+    """The mask at keys offs_n: [N], or with MASK_ROWS [M, N]. mask = (where its rows begin, stride of keys, rows)."""
+    offs = offs_n.to(tl.int64) * mask[1]
+    # Of single elements whatever the addresses: their width would decide on layouts, and these on the order of sums.
+    if T.MASK_ROWS:
+        ptrs = tl.max_contiguous(mask[0][:, None] + offs[None, :], [1, 1])
+        return tl.load(ptrs, mask=mask[2][:, None] & exists[None, :], other=0)
+    else:
+        return tl.load(tl.max_contiguous(mask[0] + offs, [1]), mask=exists, other=0)
+
+
+@triton.jit
+def shown(bias, F: tl.constexpr):
+    """Where a mask lets rows look."""
+    if F.mask == "bool":
+        return bias != 0
+    else:
+        return bias != float("-inf")
+
+
+@triton.jit
+def keys_there(offs_n, lo, hi, mask, F: tl.constexpr, T: tl.constexpr):
+    """(which keys exist [N], the mask as `mask_of_keys`). What a mask hides from every row does not exist."""
+    exists = (offs_n >= lo) & (offs_n < hi)
+    bias = 0
+    if F.mask != "":
+        bias = mask_of_keys(mask, offs_n, exists, T)
+        if not T.MASK_ROWS:
+            exists = exists & shown(bias, F)
+    return exists, bias
+
+
+@triton.jit
+def seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):
+    """[M, N] which rows see which keys; if that is what exists, a row of flags serves all."""
+    if not T.UNEQUAL:
+        return exists[None, :]
+    else:
+        seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)
+        if T.MASK_ROWS:
+            seen = seen & shown(bias, F)
+        elif F.mask != "":
+            seen = seen & exists[None, :]
+        return seen
+
+
+@triton.jit
 def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
     """`no_keys` with an l_i [M, KEYS] of parts that are still to be added up."""
     m_i, _, acc = no_keys(T.BLOCK_M, T.BLOCK_DV)
@@ -79,7 +126,7 @@ def store_state(states, first_row, offs_r, rows, m_i, l_i, acc, T: tl.constexpr)
 
 
 @triton.jit
-def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
            scale_log2, softcap, dst, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """`chain`, a state, with the tiles first <= i < last folded into it: splits of `each` tiles, one if not FLAT.
 
@@ -97,14 +144,15 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
     for i in tl.range(first, last):
         start = i * T.BLOCK_N
         offs_n = start + tl.arange(0, T.BLOCK_N)
-        exists = (offs_n >= lo) & (offs_n < hi)
+        exists, bias = keys_there(offs_n, lo, hi, mask, F, T)
         page, row = key_rows(start, exists, table_ptr, pages, T)
         k = load_rows(k_src, start, page, row, exists, T.HEAD_DIM, T.BLOCK_D, T)
         s = to_log2(tl.dot(q, tl.trans(k), input_precision=T.PRECISION), scale_log2, softcap, F)  # [M, N]
-        if T.UNEQUAL:  # else what exists is what every row sees, and a row of flags serves all
-            s = tl.where(visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F), s, float("-inf"))
-        else:
-            s = tl.where(exists[None, :], s, float("-inf"))
+        if F.mask == "float":
+            s, scale = add_mask(s, 1.0, bias if T.MASK_ROWS else bias[None, :], True)
+            s = s * scale
+        seen = seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F, T)
+        s = tl.where(seen, s, float("-inf"))
         m_i, _, alpha, p = update(m_i, m_i, s, 1.0)  # whose own sum would be over all keys: not asked for
         if KEYS == 1:
             l_i = l_i * alpha[:, None] + tl.sum(p, 1)[:, None]
@@ -141,7 +189,7 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
 
 
 @triton.jit
-def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+def attend_splits(q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
                   scale_log2, softcap, dst, FINITE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The state of these rows over the tiles first <= i < last: splits of `each` tiles, folded in order.
 
@@ -149,19 +197,19 @@ def attend_splits(q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, 
     """
     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     if T.FLAT:
-        return attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, first, last, each, lo, hi, offs_m, len_k,
-                      diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F, T)  # fmt: skip
+        return attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo, hi, offs_m,
+                      len_k, diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F, T)  # fmt: skip
     else:
         for start in tl.range(first, last, each):
             end = tl.minimum(start + each, last)
-            m_c, l_c, acc_c = attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, start, end, each, lo, hi,
-                                     offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F,
+            m_c, l_c, acc_c = attend((m_c, l_c, acc_c), q, k_src, v_src, table_ptr, pages, mask, start, end, each, lo,
+                                     hi, offs_m, len_k, diag_lo, diag_hi, scale_log2, softcap, dst, FINITE, F,
                                      T)  # fmt: skip
         return m_c, l_c, acc_c
 
 
 @triton.jit
-def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+def add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
                    F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """acc plus the infinities of V (a NaN counts as both) that each row sees in the tiles first <= i < last."""
     for negative in tl.range(0, 2):
@@ -169,21 +217,21 @@ def add_infinities(acc, v_src, table_ptr, pages, first, last, lo, hi, offs_m, le
         hits = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)  # how many such keys the row sees
         for i in tl.range(first, last, num_stages=1):
             offs_n = i * T.BLOCK_N + tl.arange(0, T.BLOCK_N)
-            exists = (offs_n >= lo) & (offs_n < hi)
+            exists, bias = keys_there(offs_n, lo, hi, mask, F, T)
             page, row = key_rows(i * T.BLOCK_N, exists, table_ptr, pages, T)
             v = load_rows(v_src, i * T.BLOCK_N, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
-            seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F).to(v.dtype)  # [M, N]
-            hits = tl.dot(seen, hit, hits, input_precision=T.PRECISION)
+            seen = seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F, T)  # [M, N]
+            hits = tl.dot(seen.to(v.dtype), hit, hits, input_precision=T.PRECISION)
         acc += tl.where(hits > 0, infinity, 0.0)
     return acc
 
 
 @triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "programs", "num_states", "own", "heads", "len_q",
                                "max_k", "diag_lo", "diag_hi"])  # fmt: skip
-def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides, v_strides,
-                   stride_tb, pages, num_m, programs, num_states, own, heads, len_q, max_k, diag_lo, diag_hi,
-                   scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides,
+                   v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, own, heads, len_q, max_k,
+                   diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """programs, num_states: of a sequence and head, where it fills its cache."""
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT))
     states = (m_ptr, l_ptr, acc_ptr)
@@ -218,19 +266,25 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, m_ptr, l_ptr, ac
         k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
         v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
     k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
+    mask = (mask_ptr, 0, 0)
+    if F.mask != "":
+        mask_ptr += b.to(tl.int64) * mask_strides[0] + h.to(tl.int64) * T.GROUP * mask_strides[1]
+        if T.MASK_ROWS:
+            mask_ptr += offs_h.to(tl.int64) * mask_strides[1] + offs_m.to(tl.int64) * mask_strides[2]
+        mask = (mask_ptr, mask_strides[3], offs_r < rows)
     start, last = first + split * each, first + tl.minimum(end * each, tiles)
     first_row = ((b.to(tl.int64) * heads + h) * num_states + (split if T.SEPARATE else part)) * rows
     dst = (states, first_row, offs_r, rows)
-    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k, diag_lo,
-                                  diag_hi, scale_log2, softcap, dst, False, F, T)  # fmt: skip
+    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, mask, start, last, each, lo, hi, offs_m, len_k,
+                                  diag_lo, diag_hi, scale_log2, softcap, dst, False, F, T)  # fmt: skip
     if not T.SEPARATE:
         store_state(*dst, m_i, l_i, acc, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
-            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, start, last, each, lo, hi, offs_m, len_k,
-                                          diag_lo, diag_hi, scale_log2, softcap, dst, True, F, T)  # fmt: skip
-            acc = add_infinities(acc, v_src, table_ptr, pages, start, last, lo, hi, offs_m, len_k, diag_lo, diag_hi,
-                                 F, T)  # fmt: skip
+            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, mask, start, last, each, lo, hi, offs_m,
+                                          len_k, diag_lo, diag_hi, scale_log2, softcap, dst, True, F, T)  # fmt: skip
+            acc = add_infinities(acc, v_src, table_ptr, pages, mask, start, last, lo, hi, offs_m, len_k, diag_lo,
+                                 diag_hi, F, T)  # fmt: skip
             tl.debug_barrier()  # the first store comes first
             store_state(*dst, m_i, l_i, acc, T)

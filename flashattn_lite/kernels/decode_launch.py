@@ -15,7 +15,7 @@ from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
-from flashattn_lite.kernels.operands import contiguous, vectorised
+from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, varies, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -33,8 +33,8 @@ def why_not(problem: AttentionProblem, target: Target) -> list[str]:
 def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     """Reasons why `attention` does not split this problem's keys; empty if it does. Not the batch: bits would tell."""
     reasons, rows = why_not(problem, target), problem.group * problem.len_q
-    if problem.features.varlen or problem.features.mask:
-        reasons.append("it takes no packed sequences and no masks")
+    if problem.features.varlen:
+        reasons.append("it takes no packed sequences")
     keys = next((keys for most, keys in FEW_ROWS if rows <= most), None)
     if rows == 0 or keys is None:
         reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows a key/value head; this one has {rows}")
@@ -47,6 +47,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
     precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     aligned = vectorised(inputs.k) and vectorised(inputs.v)
     features = problem.features
+    mask_rows = varies(problem, inputs.mask, 2) or (problem.group > 1 and varies(problem, inputs.mask, 1))
     return DecodeTile(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -60,7 +61,8 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         ALIGN=16 // problem.dtype.itemsize if aligned else 1,
         PRECISION="ieee" if precise else "tf32",
         ONE=problem.len_q == 1,
-        UNEQUAL=problem.len_q > 1 and (features.left or features.right),
+        UNEQUAL=mask_rows or (problem.len_q > 1 and (features.left or features.right)),
+        MASK_ROWS=mask_rows,
         LANES=config.lanes,
         CHAIN=config.chain,
         PAIRED=config.paired,
@@ -94,6 +96,7 @@ class Call:
         target: Target,
         config: DecodeConfig | None = None,
     ) -> None:
+        self.problem = problem
         config = config or config_of(problem, inputs, target, table is not None)
         q, k, v = inputs.q, inputs.k, inputs.v
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
@@ -109,8 +112,10 @@ class Call:
         programs, states = triton.cdiv(splits, own), triton.cdiv(splits, of_a_state)
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
+        mask = inputs.mask
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
+            None if mask is None else mask_strides(expanded_mask(problem, mask)),
             *(step, k.shape[0], num_m, programs, states, own, *lengths, problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
@@ -127,7 +132,8 @@ class Call:
         """Of both launches; the first writes states that the second reads."""
         states = self.merge.states(inputs.q)
         table = None if table is None else in_rows(table)
-        partial = (*inputs[:3], table, contiguous(inputs.kv_lens), *states, *self.partial_numbers)
+        mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
+        partial = (*inputs[:3], table, contiguous(inputs.kv_lens), mask, *states, *self.partial_numbers)
         return partial, self.merge.arguments(inputs, out, lse, states)
 
     def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:

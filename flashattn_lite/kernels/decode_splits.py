@@ -33,6 +33,7 @@ class DecodeTile:
     PRECISION: str  # of tl.dot on float32 operands
     ONE: bool  # a single query token
     UNEQUAL: bool  # rows of one sequence may see different keys
+    MASK_ROWS: bool  # there is a mask, and it may differ from row to row
     LANES: int  # splits of a sequence, at most
     CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
     PAIRED: bool  # neighbouring chains are added up first, whoever does it

@@ -84,12 +84,13 @@ def varies(problem: AttentionProblem, mask: Tensor | None, dim: int) -> bool:
 def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int:
     """Keys of a mask that one load may take: a power of two up to `most`.
 
-    So many lie side by side, and divide the number of keys and the address of every row.
+    So many lie side by side, and divide the number of keys and the address of every row. Strides along dimensions of
+    one entry count too: one sequence of a batch gets the code of the batch, since another may sum in another order.
     """
     keys = most
     if mask is not None:
         mask, itemsize = expanded_mask(problem, mask), mask.element_size()
-        steps = (*mask_strides(mask)[:-1], mask.shape[-1])
+        steps = (*mask.stride()[:-1], mask.shape[-1])
         while keys > 1 and mask.stride(-1) == 1:
             if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in steps):
                 return keys

@@ -23,6 +23,8 @@ from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, as_written, fit, operand, sequences
 
+FEW_ROWS = 16  # from there on torch's product adds up blocks of keys first (MKL, AVX2)
+
 
 def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:
     """The tile that a problem runs with, by problem.len_q, or by the len_q and len_k of one packed sequence.
@@ -99,7 +101,7 @@ class RowPass:
         acc = self.q.new_zeros(self.acc_shape)
         for n, whole in self.tile.visited():
             p = state.update_pinned_(l_i, self.scores(n, whole, finite))
-            acc.baddbmm_(p, self.keys(self.seq.v, n))
+            add_product_(acc, p, self.keys(self.seq.v, n))
             if n.start == 0 and bool((l_i > state.SETTLED[1]).all()):
                 break  # sums only grow: no row will settle
         return acc, l_i
@@ -118,13 +120,15 @@ class RowPass:
             finite = torch.isfinite(v)
             if not (self.on_host and bool(finite.all())):
                 # 0 * inf is NaN: what is not finite leaves the product and is counted for the rows that see it.
-                seen = (s != -torch.inf).to(s.dtype)
+                seen = (
+                    torch.ones_like(s) if whole else (self.tile.hide_(torch.zeros_like(s), n) != -torch.inf).to(s.dtype)
+                )
                 nan = torch.isnan(v)
                 up, down = (seen @ (v == inf).logical_or_(nan).to(s.dtype) for inf in (torch.inf, -torch.inf))
                 unbounded += torch.where(up > 0, torch.inf, 0.0) + torch.where(down > 0, -torch.inf, 0.0)
                 v = torch.where(finite, v, 0.0)
             m_i, l_i, alpha, p = state.update(m_i, l_i, s, 1.0, pinned)
-            acc.mul_(alpha.unsqueeze(-1)).baddbmm_(p, v)
+            add_product_(acc.mul_(alpha.unsqueeze(-1)), p, v)
         return acc + unbounded, m_i, l_i
 
     def start(self) -> tuple[Tensor, Tensor]:
@@ -147,3 +151,8 @@ class RowPass:
         if (softcap := self.seq.problem.softcap) is not None:
             s = cap(s, self.seq.problem.scale, softcap)
         return s if whole else self.tile.hide_(s, n, finite)
+
+
+def add_product_(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
+    """acc += p @ v. Of few rows torch adds key after key to what acc holds, whose low bits are lost: there apart."""
+    return acc.add_(torch.bmm(p, v)) if p.shape[1] < FEW_ROWS else acc.baddbmm_(p, v)

@@ -44,7 +44,9 @@ from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2,
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
 from flashattn_lite.problem import Features
 
-COARSE: tl.constexpr = tl.constexpr(256.0)  # of |lse| in log2 units: P is then off by 1e-5, relative
+# Of |lse| in log2 units: P is off by 1e-5, relative, from there on; and what 16 bits hide.
+COARSE: tl.constexpr = tl.constexpr(256.0)
+COARSE_16: tl.constexpr = tl.constexpr(4096.0)
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,15 @@ def not_finite(x):
 @triton.jit
 def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, len_k, diag_lo, diag_hi, args,
                  F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """(m_i, log2 l) of rows, anew where lse, a float32, says m + log2 l less well than P needs it; else as given.
+    """(m_i, log2 l, which rows) anew where lse, a float32, says m + log2 l less well than P needs it; else as given.
 
-    A float mask can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores are rounded as
-    `weights_of` rounds them.
+    A float mask, or large scores, can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores
+    are rounded as `weights_of` rounds them.
     """
-    coarse = (tl.abs(m_i) > COARSE) & (m_i < float("inf")) & (offs_m < len_q)
+    limit = COARSE
+    if F.mask != "float" and k_src[0].dtype.element_ty.primitive_bitwidth == 16:
+        limit = COARSE_16
+    coarse = (tl.abs(m_i) > limit) & (m_i < float("inf")) & (offs_m < len_q)
     if tl.max(coarse.to(tl.int32), 0) > 0:
         row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
         visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
@@ -101,23 +106,24 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
                                      T)  # fmt: skip
-            s = s * scale
-            m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, 1.0, F)), s, 1.0)
+            if F.mask == "float":
+                s, scale = s * scale, 1.0
+            m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, scale, F)), s, scale)
         if F.sinks:
             m_new, l_new, _, _ = merge(m_new, l_new, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
         m_i = tl.where(coarse, reference(m_new), m_i)
         log_l = tl.where(coarse, tl.log2(l_new), log_l)
-    return m_i, log_l
+    return m_i, log_l, coarse
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
-def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, log_l_ptr, delta_ptr, d_sink_ptr,
-                q_strides, k_strides, o_strides, d_out_strides, stride_lb, stride_lh, num_m, rows_q, rows_k, diag_lo,
-                diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, exact_ptr, log_l_ptr, delta_ptr,
+                d_sink_ptr, q_strides, k_strides, o_strides, d_out_strides, stride_lb, stride_lh, num_m, rows_q, rows_k,
+                diag_lo, diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """What P and dS need of each query row; a program owns BLOCK_M rows of a head.
 
     m_i, the reference of P in log2 units, and delta; log2 l with a float mask, else it is part of m_i; with sinks what
-    the row adds to their gradient.
+    the row adds to their gradient. Where log2 l is lost in m_i, that is NaN, and the CAREFUL launch gets both apart.
     """
     pid = tl.program_id(0)
     h, b = pid // num_m % heads, pid // num_m // heads
@@ -146,25 +152,30 @@ def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, log
     sink = tl.zeros_like(m_i)
     if F.sinks:
         sink += tl.load(args.sinks_ptr + h).to(tl.float32) * LOG2E
-    if F.mask == "float":
-        k_src = (k_ptr, batch, h // T.GROUP, start_k, k_strides)
-        m_new, log_l = counted_anew(tl.where(bad, 0.0, m_i), log_l, q, k_src, mask_of(b, h, args), sink, offs_m,
-                                    row_lo, len_q, len_k, diag_lo, diag_hi, args, F, T)  # fmt: skip
-        m_i = tl.where(bad, m_i, m_new)
-        tl.store(log_l_ptr + at, log_l, mask=exists)
+    mask_ptr = args.mask_ptr
+    if F.mask != "":
+        mask_ptr = mask_of(b, h, args)
+    k_src = (k_ptr, batch, h // T.GROUP, start_k, k_strides)
+    m_new, log_l, coarse = counted_anew(tl.where(bad, 0.0, m_i), log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q,
+                                        len_k, diag_lo, diag_hi, args, F, T)  # fmt: skip
+    m_i = tl.where(bad, m_i, m_new)
+    tl.store(log_l_ptr + at, log_l, mask=exists)
     if F.sinks:  # one more key of value 0, whose dS is -p * delta
         tl.store(d_sink_ptr + at, -tl.exp2(sink - m_i - log_l) * delta, mask=exists)
-    tl.store(m_ptr + at, tl.where(bad, float("nan"), m_i), mask=exists)
+    m_i = tl.where(bad, float("nan"), m_i)
+    tl.store(exact_ptr + at, m_i, mask=exists)
+    if F.mask != "float":
+        tl.store(m_ptr + at, tl.where(coarse, float("nan"), m_i), mask=exists)
     tl.store(delta_ptr + at, delta, mask=exists)
 
 
 @triton.jit
-def numbers_of(rows, offs, exists, F: tl.constexpr):
-    """(m_i, log2 l, delta) of query rows as rows_kernel left them; rows = where they are."""
+def numbers_of(rows, offs, exists, APART: tl.constexpr):
+    """(m_i, log2 l, delta) of query rows as rows_kernel left them at `rows`. APART: log2 l is not in m_i."""
     m_i = tl.load(rows[0] + offs, mask=exists, other=0.0)
     delta = tl.load(rows[2] + offs, mask=exists, other=0.0)
     log_l = tl.zeros_like(m_i)
-    if F.mask == "float":
+    if APART:
         log_l = tl.load(rows[1] + offs, mask=exists, other=0.0)
     return m_i, log_l, delta
 
@@ -200,6 +211,9 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
             seen = seen & (bias != float("-inf"))
             s, scale = add_mask(s, scale, bias, True)
             p = tl.exp2(s * scale - m_i - log_l)
+        elif T.CAREFUL:
+            # A power of 2 more than P can be: a score of 1e10, made again, may differ by 1024.
+            p = tl.exp2(tl.minimum(tl.fma(s, scale, -m_i) - log_l, 1.0, propagate_nan=tl.PropagateNan.ALL))
         else:
             p = tl.exp2(tl.fma(s, scale, -m_i))
         p = tl.where(seen, p, 0.0)
@@ -221,7 +235,7 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask_ptr, first, 
         dtype = c.dtype
         m_i, log_l, delta = own_rows
         if T.KEYS:
-            m_i, log_l, delta = numbers_of(rows, offs_n, offs_n < len_n, F)
+            m_i, log_l, delta = numbers_of(rows, offs_n, offs_n < len_n, F.mask == "float" or T.CAREFUL)
         if T.CAREFUL:
             bad = not_finite(c) | not_finite(d)
             if T.KEYS:
@@ -328,7 +342,8 @@ def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     at = place[2] + query_head.to(tl.int64) * stride_lh
     own_rows = (0, 0, 0)
     if not T.KEYS:
-        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_m, F)
+        APART: tl.constexpr = F.mask == "float" or T.CAREFUL
+        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_m, APART)
         own_rows = (m_i[:, None], log_l[:, None], delta[:, None])
     row_hi = tl.maximum(tl.minimum(row_lo + T.BLOCK_M, len_m), row_lo)
     SEEN: tl.constexpr = T.SEEN

@@ -87,12 +87,16 @@ class Rows:
 
     def __init__(self, problem: AttentionProblem, lse: Tensor) -> None:
         features = problem.features
-        self.m, self.delta = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+        make = lambda: torch.empty_like(lse, memory_format=torch.contiguous_format)
+        self.m, self.log_l, self.delta = make(), make(), make()
+        # What the launch with care takes for m: the same where log2 l is apart in both.
+        self.exact = self.m if features.mask == "float" else make()
         if features.varlen:  # rows that no program comes to, past the longest sequence that was promised, add nothing
             self.m.fill_(torch.inf)
+            self.exact.fill_(torch.inf)
+            self.log_l.zero_()
             self.delta.zero_()
-        # Where nobody asks for them, another's.
-        self.log_l = torch.empty_like(self.m) if features.mask == "float" else self.m
+        # Where nobody asks for it, another's.
         self.d_sink = torch.zeros_like(self.m) if features.sinks else self.m  # rows that no sequence covers add nothing
         self.strides = (0, lse.shape[1]) if features.varlen else (lse.shape[1] * lse.shape[2], lse.shape[2])
 
@@ -144,10 +148,11 @@ class Side:
         lent = self.descriptors.lend(*streamed) if self.descriptors else streamed
         failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
         steps = (strides(x, self.features.varlen) for x in (*own, *streamed, *grads))
-        args = (*own, *lent, *grads, failed, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
-        args += (self.num_m, *lengths, self.heads, scores, self.features)
+        steps = (*steps, *rows.strides, self.num_m, *lengths, self.heads)
         for start, tile in self.starts:
-            yield start, (*args, tile)
+            m = rows.exact if tile.CAREFUL else rows.m
+            numbers = (failed, m, rows.log_l, rows.delta, *steps)
+            yield start, (*own, *lent, *grads, *numbers, scores, self.features, tile)
         if self.descriptors:
             self.descriptors.take_back(lent)
 
@@ -243,7 +248,8 @@ class Call:
         problem, scores = self.problem, score_args(self.problem, inputs)
         q, k, v = inputs[:3]
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
-        args = (q, k, out, d_out, lse, d_lse, rows.m, rows.log_l, rows.delta, rows.d_sink, *steps, *rows.strides)
+        of_rows = (rows.m, rows.exact, rows.log_l, rows.delta, rows.d_sink)
+        args = (q, k, out, d_out, lse, d_lse, *of_rows, *steps, *rows.strides)
         yield self.start, (*args, self.num_m, *self.lengths, problem.heads_q, scores, problem.features, self.tile)
         dq, dk, dv = (x if grad is None else grad for x, grad in zip((q, k, v), grads, strict=False))
         for side in self.sides:

@@ -75,7 +75,7 @@ def mask_kernel(q_src, k_src, v_src, d_out_src, d_mask_ptr, m_ptr, log_l_ptr, de
         v = load_tile((v_src, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
                       T.BLOCK_DV, T.TMA, True)  # fmt: skip
         at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
-        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, F)
+        m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, True)
         s = times(factor(q, T), transposed(factor(k, T), T), T)  # [M, N]
         p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask_of(entry, h, args), len_q,
                                      len_k, lo, hi, args, False, F, T)  # fmt: skip

@@ -54,7 +54,7 @@ def attention(
         mask: bool (True = visible) or float (added to the scaled scores), broadcastable to `(B, Hq, L, S)`,
             read by its strides and never expanded in memory. Composes with causal and window. -inf hides; a finite
             number beyond 2.35e38 in size (float32's lowest, say) counts as that much, in lse too.
-        sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
+        sinks: `(Hq,)`, natural units, up to 2.35e38: one more logit per head that enters the denominator only.
         kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
             A length below 0 counts as 0, one above S as S.
         return_lse: also return lse.

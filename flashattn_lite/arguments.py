@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flashattn_lite.errors import not_implemented, show, type_error, value_error
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT32 = torch.finfo(torch.float32)
+SYMBOLS = (torch.SymFloat, torch.SymInt)  # a compiler's numbers, which are not to be compared
 QKV = ("q", "k", "v")
 
 
@@ -139,11 +140,11 @@ def check_options(
             raise type_error(name, "must be a float or None", x, f"Pass {name}.item()." if one else remedy)
         if not -math.inf < x < math.inf:
             raise value_error(name, "must be finite", x, remedy)
-        if isinstance(x, (int, float)) and abs(x) > FLOAT32.max / 2:  # kernels take it in units of log2
+        if not isinstance(x, SYMBOLS) and abs(plain(x)) > FLOAT32.max / 2:  # kernels take it in units of log2
             raise value_error(name, "must be finite in float32", x, remedy)
     if softcap is not None and not softcap > 0:
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
-    if isinstance(softcap, (int, float)) and softcap < FLOAT32.tiny:
+    if softcap is not None and not isinstance(softcap, SYMBOLS) and plain(softcap) < FLOAT32.tiny:
         raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
 
 
@@ -236,9 +237,14 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")
 
 
+def plain(x: Any) -> Any:
+    """A number that compares with Python's floats: as a float, or if it is exact (Python's integers, say) as it is."""
+    return x if isinstance(x, Rational) else float(x)
+
+
 def is_number(x: object) -> bool:
     """A real number of Python, of a compiler that traces, or of NumPy."""
-    return isinstance(x, (int, float, torch.SymFloat, torch.SymInt, Real)) and not isinstance(x, bool)
+    return isinstance(x, (int, float, *SYMBOLS, Real)) and not isinstance(x, bool)
 
 
 def is_int(x: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Number
+
 import torch
 
 SHOWN, WIDTH = 8, 60  # of a sequence's elements, of a value's characters
@@ -30,8 +32,8 @@ def show(value: object) -> str:
         parts = [*map(show, value[:SHOWN]), *(["..."] if len(value) > SHOWN else [])]
         inside = ", ".join(parts) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-    if isinstance(value, (int, float, str)) or value is None:
-        text = repr(value)
+    if isinstance(value, (Number, str)) or value is None:
+        text = repr(value) if isinstance(value, str) else str(value)
         return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
     return f"a {type(value).__name__}"
 

@@ -225,8 +225,8 @@ def _softmax_op(x: Tensor, dim: int) -> Tensor:
 @torch.library.custom_op("flashattn_lite::softmax_stats", mutates_args=())
 def _stats_op(x: Tensor, dim: int) -> Stats:
     m, l_sum = _stats_like(x, dim)
-    if m.numel() == 0:
-        return m, l_sum
+    if x.numel() == 0:  # no rows, or rows of nothing
+        return m.fill_(state.EMPTY_M), l_sum.fill_(state.EMPTY_L)
     if runs_triton(x):
         from flashattn_lite.kernels import softmax_launch as kernels
 

@@ -52,8 +52,9 @@ def _take(top: Tensor, l_i: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The state of x's rows before any column."""
-    return tuple(x.new_full(x.shape[:-1], value, dtype=dtype) for value in (state.EMPTY_M, state.EMPTY_L))  # type: ignore[return-value]
+    """The state of x's rows before any column. Sums of many tiles in float64, where a device has it for sure."""
+    top = x.new_full(x.shape[:-1], state.EMPTY_M, dtype=dtype)
+    return top, x.new_full(top.shape, state.EMPTY_L, dtype=torch.float64 if x.device.type == "cpu" else dtype)
 
 
 def softmax(x: Tensor, y: Tensor) -> None:

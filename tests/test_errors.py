@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from fractions import Fraction
 
 import pytest
 import torch
@@ -196,6 +198,20 @@ def test_integers_of_numpy_are_integers():
     window = fa.attention_decode(Q, K, V, lens, window=(3, None))
     assert torch.equal(fa.attention_decode(Q, K, V, lens, window=(three, None)), window)
     assert torch.equal(fa.online_softmax(Q, dim=one), fa.online_softmax(Q, dim=1))
+
+
+def test_other_numbers_have_the_same_limits_and_are_shown():
+    np = pytest.importorskip("numpy")
+    for options, text in (
+        ({"scale": np.float32(3e38)}, "scale: must be finite in float32; got 3e+38."),
+        ({"softcap": np.float32(1e-40)}, "softcap: must be greater than 0 in float32; got 1e-40."),
+        ({"softcap": np.int64(-3)}, "softcap: must be greater than 0; got -3."),
+        ({"softcap": Fraction(10**60)}, "softcap: must be finite in float32; got 1000"),
+        ({"window": (np.int64(-1), 0)}, "window: left must be at least 0; got (-1, 0)."),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(text)):
+            fa.attention(Q, K, V, **options)
+    assert torch.equal(fa.attention(Q, K, V, scale=np.float16(0.5)), fa.attention(Q, K, V, scale=0.5))
 
 
 def test_numbers_as_torchs_function_takes_them():

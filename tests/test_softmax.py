@@ -114,6 +114,8 @@ def test_scalars_and_empty_tensors(device: torch.device) -> None:
         assert (m == -INF).all()
         assert (l_i == 0).all()
         assert torch.autograd.grad(online_softmax(x, dim).sum() + l_i.sum(), x)[0].shape == x.shape
+    apart = torch.zeros(3, 3, 4, 2, 3, device=device).transpose(3, 4).narrow(1, 0, 0)  # rows over many dimensions
+    assert [float(part.max()) for part in softmax_stats(apart, 1)] == [-INF, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -125,6 +127,15 @@ def test_a_long_row_of_equals_keeps_its_sum(device: torch.device, dtype: torch.d
     eps = 0 if dtype == torch.float32 else 4 * torch.finfo(torch.float32).eps
     assert m == 7
     assert abs(l_i.item() * 2.0**-20 - 1) <= eps
+
+
+def test_a_row_of_many_tiles_keeps_its_sum(device: torch.device, interpreting: bool) -> None:
+    if interpreting:
+        pytest.skip("half a million steps")
+    x = torch.rand(2**25, generator=torch.Generator().manual_seed(0)).to(device)
+    m, l_i = softmax_stats(x)
+    exact = (x.double() - m.double()).exp().sum()
+    assert abs(l_i.double() / exact - 1) <= 2 * torch.finfo(torch.float32).eps
 
 
 def test_a_long_row(randn: Callable[..., Tensor]) -> None:

@@ -148,7 +148,6 @@ def test_names_that_are_refused(name, error, text):
     ("argument", "value"),
     [("dropout", 0.1), ("output_attentions", True), ("cache", object()), ("indices", torch.zeros(1, 4, 2)),
      ("block_indices", torch.zeros(1, 4, 2)), ("sinks", torch.zeros(1, 2, 4, 1))],
-    ids=str,
 )  # fmt: skip
 def test_what_it_does_not_do_is_named(argument, value):
     q = torch.randn(1, 2, 4, 8)

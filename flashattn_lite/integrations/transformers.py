@@ -22,6 +22,7 @@ UNKNOWN = {
     "block_indices": "blocks of keys chosen by indices are not implemented",
     "sinks": "sinks that differ from query to query are not implemented",
 }
+_takes_functions: dict[type, bool] = {}
 
 
 def register(name: str = "attn_lite") -> None:
@@ -91,13 +92,17 @@ def takes_functions(config: type) -> bool:
 
     What no loaded class says (code outside of transformers, laid out in another way) is taken for a yes.
     """
+    if config in _takes_functions:  # asked in every step of a model
+        return _takes_functions[config]
     package, _, file = config.__module__.rpartition(".")
     if not file.startswith("configuration_"):
         return True
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
     classes = [x for module in modules for x in vars(module).values() if hasattr(x, "_supports_sdpa")]
     own = [x for x in classes if getattr(x, "config_class", None) is config] or classes
-    return not own or any(x._supports_sdpa or getattr(x, "_supports_attention_backend", False) for x in own)
+    takes = not own or any(x._supports_sdpa or getattr(x, "_supports_attention_backend", False) for x in own)
+    _takes_functions[config] = takes
+    return takes
 
 
 def attention_forward(

@@ -33,11 +33,14 @@ STACK_LIMIT = {
     "wide": 16,
     "wide, 64 rows": 272,
     "float32": 8,
+    "bias, one token": 64,
 }
 PROGRAMS = {
     "one token": 4,
     "one token, a pair of chains": 4,
     "one token, splits apart": 4,
+    "bias, one token": 4,
+    "padding": 4,
     "paged": 4,
     "wide, 64 rows": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
@@ -58,6 +61,7 @@ CASES = {
     "float32": (4, 2, 128, 128, FP32, {}),
     "padding": (8, 1, 128, 128, BF16, {"mask": "padding"}),
     "bias": (8, 4, 128, 128, BF16, {"mask": "bias"}),
+    "bias, one token": (8, 1, 128, 128, BF16, {"mask": "bias", "multiprocessors": 3}),
 }
 
 

@@ -233,7 +233,7 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
                    v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, own, heads, len_q, max_k,
                    diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """programs, num_states: of a sequence and head, where it fills its cache."""
-    tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT))
+    tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -103,7 +103,9 @@ class Call:
         num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
-        own, of_a_state = splits_owned(splits, num_m * heads, config, target)
+        # What is done again where rows see different keys is one state.
+        several = 1 if tile.UNEQUAL else config.several
+        own, of_a_state = splits_owned(splits, num_m * heads, replace(config, several=several), target)
         if of_a_state > tile.CHAIN:
             tile = replace(tile, OWNS_PAIR=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
         elif own > of_a_state:

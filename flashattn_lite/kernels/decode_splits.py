@@ -38,7 +38,7 @@ class DecodeTile:
     CHAIN: int  # neighbouring splits that are folded one after the other, whoever does it
     PAIRED: bool  # neighbouring chains are added up first, whoever does it
     OWNS_PAIR: bool  # and a program of `partial_kernel` owns two
-    SEPARATE: bool  # or owns several splits, each with a state of its own; of one token, and FLAT
+    SEPARATE: bool  # or owns several splits, each with a state of its own; of one token, FLAT, and not UNEQUAL
     COLUMNS: int  # of the output, a merging program where each split has a state
     OWN_COLUMNS: int  # the same where a chain has one, or a pair
     FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys

@@ -23,7 +23,7 @@ from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, as_written, fit, operand, sequences
 
-FEW_ROWS = 16  # from there on torch's product adds up blocks of keys first (MKL, AVX2)
+BLOCKED_ROWS = 16  # from so many on torch's product adds up blocks of keys first (MKL, AVX2)
 
 
 def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:
@@ -120,10 +120,7 @@ class RowPass:
             finite = torch.isfinite(v)
             if not (self.on_host and bool(finite.all())):
                 # 0 * inf is NaN: what is not finite leaves the product and is counted for the rows that see it.
-                seen = (
-                    torch.ones_like(s) if whole else (self.tile.hide_(torch.zeros_like(s), n) != -torch.inf).to(s.dtype)
-                )
-                nan = torch.isnan(v)
+                seen, nan = self.seen(s, n, whole), torch.isnan(v)
                 up, down = (seen @ (v == inf).logical_or_(nan).to(s.dtype) for inf in (torch.inf, -torch.inf))
                 unbounded += torch.where(up > 0, torch.inf, 0.0) + torch.where(down > 0, -torch.inf, 0.0)
                 v = torch.where(finite, v, 0.0)
@@ -152,7 +149,12 @@ class RowPass:
             s = cap(s, self.seq.problem.scale, softcap)
         return s if whole else self.tile.hide_(s, n, finite)
 
+    def seen(self, like: Tensor, n: slice, whole: bool) -> Tensor:
+        """[slots, rows, keys] 1 where a pair is visible, whatever its score, else 0; as `like`, a tile of scores."""
+        shown = torch.zeros_like(like)
+        return torch.ones_like(like) if whole else (self.tile.hide_(shown, n) != -torch.inf).to(like.dtype)
+
 
 def add_product_(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     """acc += p @ v. Of few rows torch adds key after key to what acc holds, whose low bits are lost: there apart."""
-    return acc.add_(torch.bmm(p, v)) if p.shape[1] < FEW_ROWS else acc.baddbmm_(p, v)
+    return acc.add_(torch.bmm(p, v)) if p.shape[1] < BLOCKED_ROWS else acc.baddbmm_(p, v)

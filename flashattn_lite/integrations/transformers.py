@@ -13,10 +13,10 @@ from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.tiles import lowered
 
-# Models that join numbers to the mask they are given, also where it is of booleans.
+# By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)
 OTHER_IMPLEMENTATION = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
-# What some models tell an attention function that changes the result; transformers' own do nothing with it, or all.
+# What some models hand to a function by another name than "eager" and "sdpa": without it the result is another.
 UNKNOWN = {
     "indices": "keys chosen by indices are not implemented",
     "block_indices": "blocks of keys chosen by indices are not implemented",

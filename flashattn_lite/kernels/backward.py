@@ -44,7 +44,7 @@ from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2,
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
 from flashattn_lite.problem import Features
 
-# Of |lse| in log2 units: P is off by 1e-5, relative, from there on; and what 16 bits hide.
+# Of |lse| in log2 units, where float32 rounds it so that P is off by 1e-5, relative, and by 2e-4, which 16 bits hide.
 COARSE: tl.constexpr = tl.constexpr(256.0)
 COARSE_16: tl.constexpr = tl.constexpr(4096.0)
 

@@ -15,7 +15,7 @@ from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
-from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, varies, vectorised
+from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, rows_differ, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -47,7 +47,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
     precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     aligned = vectorised(inputs.k) and vectorised(inputs.v)
     features = problem.features
-    mask_rows = varies(problem, inputs.mask, 2) or (problem.group > 1 and varies(problem, inputs.mask, 1))
+    mask_rows = rows_differ(problem, inputs.mask, problem.group)
     return DecodeTile(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

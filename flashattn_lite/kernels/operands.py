@@ -81,6 +81,11 @@ def varies(problem: AttentionProblem, mask: Tensor | None, dim: int) -> bool:
     return mask is not None and mask_strides(expanded_mask(problem, mask))[dim] != 0
 
 
+def rows_differ(problem: AttentionProblem, mask: Tensor | None, heads: int) -> bool:
+    """Whether there is a mask that may differ between the queries of as many neighbouring query heads."""
+    return varies(problem, mask, 2) or (heads > 1 and varies(problem, mask, 1))
+
+
 def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int:
     """Keys of a mask that one load may take: a power of two up to `most`.
 

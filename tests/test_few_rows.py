@@ -126,8 +126,9 @@ def test_what_a_mask_shows_to_some_rows_reaches_no_other(device, kind, tokens):
     [(1, columns, kind) for columns in (1104, 1105, 1106) for kind in ("bool", "half", "float")]
     + [(70, 1105, "bool"), (70, 1105, "half"), (70, 1106, "half")],  # each compiles for half a minute
 )
-def test_a_part_of_a_mask_gives_one_sequence_the_bits_that_it_has_in_a_batch(device, tokens, columns, kind):
+def test_a_part_of_a_mask_gives_one_sequence_the_bits_that_it_has_in_a_batch(tokens, columns, kind):
     """Its rows begin anywhere, and another one at other addresses than the batch: in each of the kernels."""
+    device = torch.device("cuda")
     backends = ("split",) if tokens == 1 else ("triton", "hopper")
     q, k, v = cache(device, batch=3, heads=4, heads_kv=2, rows=tokens, keys=1104, dim=64, dtype=torch.float16)
     wide = torch.randn(3, 1, tokens, columns, generator=torch.Generator().manual_seed(2)).to(device)

@@ -76,26 +76,63 @@ def test_cuda_graph_with_lengths_that_change():
         assert torch.equal(out, fa.attention(q, k, v, causal=True, kv_lens=lens))
 
 
-def test_the_tensors_say_which_gpu():
-    """Not the current device: counters, streams and kernels are those of the GPU that holds q."""
+@pytest.fixture
+def gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that one process sees: run it by itself, without -n")
     with torch.cuda.device(0):
-        for index in (0, 1, 0, 1):
-            q, k, v = (x.to(f"cuda:{index}") for x in qkv(length=300))
-            long = [torch.randn(1, 2, n, 64, device=q.device, dtype=q.dtype) for n in (1, 4096, 4096)]
-            full = torch.tensor([4096], dtype=torch.int32, device=q.device)
-            several = [torch.randn(2, cols, device=q.device) for cols in (1 << 18, (1 << 18) + 1, 5001)]
-            for _ in range(2):
-                exact = attention_reference(q.double(), k.double(), v.double(), causal=True)
-                for backend in ("auto", "triton"):
-                    out = fa.attention(q, k, v, causal=True, backend=backend)
-                    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=0)  # five bfloat16 eps
-                exact = attention_reference(*(x.double() for x in long))
-                # A mean of 4096 normal numbers is some hundredths, of which bfloat16 keeps eight bits.
-                torch.testing.assert_close(fa.attention_decode(*long, full).double(), exact, atol=2e-3, rtol=0)
-                for rows in several:  # both sum up to 2^18 float32, in other orders: some tens of eps
-                    torch.testing.assert_close(fa.online_softmax(rows), rows.softmax(-1), atol=1e-8, rtol=1e-5)
+        yield [torch.device("cuda", i) for i in (0, 1, 0, 1)]
+
+
+def test_the_tensors_say_which_gpu(gpus):
+    """Not the current device: counters, streams and kernels are those of the GPU that holds q."""
+    for device in gpus:
+        q, k, v = (x.to(device) for x in qkv(length=300))
+        long = [torch.randn(1, 2, n, 64, device=device, dtype=q.dtype) for n in (1, 4096, 4096)]
+        full = torch.tensor([4096], dtype=torch.int32, device=device)
+        several = [torch.randn(2, cols, device=device) for cols in (1 << 18, (1 << 18) + 1, 5001)]
+        for _ in range(2):
+            exact = attention_reference(q.double(), k.double(), v.double(), causal=True)
+            for backend in ("auto", "triton"):
+                out = fa.attention(q, k, v, causal=True, backend=backend)
+                torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=0)  # five bfloat16 eps
+            exact = attention_reference(*(x.double() for x in long))
+            # A mean of 4096 normal numbers is some hundredths, of which bfloat16 keeps eight bits.
+            torch.testing.assert_close(fa.attention_decode(*long, full).double(), exact, atol=2e-3, rtol=0)
+            for rows in several:  # both sum up to 2^18 float32, in other orders: some tens of eps
+                torch.testing.assert_close(fa.online_softmax(rows), rows.softmax(-1), atol=1e-8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "mask", "packed", "few rows", "parts"])
+def test_gradients_and_graphs_on_either_gpu(gpus, kind):
+    """What one GPU gave, the other gives to the bit, also where a graph is captured or autograd's thread runs."""
+    seen = []
+    for device in gpus:
+        rows = {"few rows": 4, "parts": 128}.get(kind, 300)
+        q, k, v = (x.to(device).requires_grad_() for x in qkv(length=8192 if rows < 300 else rows, batch=1))
+        q = q[:, :, :rows].detach().requires_grad_()
+        options = {"causal": True}
+        if kind == "mask":
+            torch.manual_seed(1)
+            options["mask"] = torch.randn(8, 300, 300, device="cuda:0").to(device)
+        call = lambda q=q, k=k, v=v, options=options: fa.attention(q, k, v, **options)
+        if kind == "packed":
+            q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v))
+            cu = torch.tensor([0, 100, 300], dtype=torch.int32, device=device)
+            call = lambda q=q, k=k, v=v, cu=cu: fa.attention_varlen(
+                q, k, v, cu, cu, causal=True, max_seqlen_q=200, max_seqlen_k=200
+            )
+        out = call()
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        with torch.no_grad(), torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):  # torch's own is the first GPU's
+                again = call()
+            graph.replay()
+        seen.append([x.detach().cpu() for x in (out, again, *grads)])
+    assert all(bool(x.isfinite().all()) for x in seen[0])
+    assert torch.equal(seen[0][0], seen[0][1])
+    assert all(torch.equal(*pair) for other in seen[1:] for pair in zip(seen[0], other, strict=True))
 
 
 def test_no_call_waits_for_the_gpu():

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.target import takes_tf32
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
 OPTIONS = (  # as the op's schema has them
@@ -94,7 +95,7 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
     if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
         d_out = d_out.contiguous()
     inputs, options = Inputs(*rest[:NUM_TENSORS]), tuple(rest[NUM_TENSORS:])
-    tf32 = torch.get_float32_matmul_precision() if inputs.q.dtype == torch.float32 else None  # as in _key
+    tf32 = inputs.q.dtype == torch.float32 and takes_tf32()  # as in _key
     of_tensors = map(metadata, (*inputs, out, lse, d_out, d_lse))
     key = (options, *map(type, options), tuple(needs), tf32, *of_tensors)
     make = _gradients.get(key)
@@ -141,7 +142,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     )  # fmt: skip
     key += tuple(map(metadata, optional))
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
-    return (*key, torch.get_float32_matmul_precision()) if q.dtype == torch.float32 else key
+    return (*key, takes_tf32()) if q.dtype == torch.float32 else key
 
 
 def metadata(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -234,7 +234,7 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 def _key(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """With types, since 1 == True, and with torch's setting for TF32, which is read when a call is prepared."""
     types = (*map(type, given), *map(type, given[1] or ()))  # given[1]: the window
-    return (*map(calls.metadata, tensors), given, types, torch.get_float32_matmul_precision())
+    return (*map(calls.metadata, tensors), given, types, tensors[0].dtype == torch.float32 and targets.takes_tf32())
 
 
 def _at_once(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
+SMALL = 2.0**-120  # a scale of less may be 0 in float32, or in units of log2
 FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
 
 
@@ -36,7 +37,7 @@ class Features:
     left: bool = False  # a lowest visible diagonal exists (window)
     right: bool = False  # a highest visible diagonal exists (causal, window)
     end_aligned: bool = False  # diagonals count from each sequence's len_k - len_q instead of 0
-    positive_scale: bool = True  # then the row maximum can be taken before the scale
+    positive_scale: bool = True  # in float32 too: then the row maximum can be taken before the scale
     softcap: bool = False
     mask: str = ""  # "", "bool" or "float"
     sinks: bool = False
@@ -126,7 +127,7 @@ def describe(
         left=left,
         right=right,
         end_aligned=(left or right) and q_start is None,
-        positive_scale=scale > 0,
+        positive_scale=scale > SMALL,
         softcap=softcap is not None,
         mask=mask_kind,
         sinks=inputs.sinks is not None,

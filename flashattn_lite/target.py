@@ -56,6 +56,14 @@ def _gpu(index: int) -> Target:
     return Target("cuda", properties.major * 10 + properties.minor, name, why_no_triton(), multiprocessors=count)
 
 
+def takes_tf32() -> bool:
+    """Whether the user lets torch multiply float32 matrices on a GPU as TF32, by either of its settings.
+
+    torch.get_float32_matmul_precision() knows the older one only, and raises where both were used.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def of(device: torch.device) -> Target:
     """The target behind a torch device. Cached: one query per GPU and process."""
     if device.type == "cuda" and not interpreting():

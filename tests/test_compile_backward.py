@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_problem, compiled, usage
 from flashattn_lite import target as targets
-from flashattn_lite.kernels import backward_launch
+from flashattn_lite.kernels import backward_launch, tuning
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -74,13 +74,13 @@ def test_it_compiles_and_fits(gpu, case):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dim", "precision", "reason"),
-    [("sm_90", 128, "highest", ""), ("sm_90", 129, "highest", "up to 128"), ("sm_90", 64, "high", "in TF32")]
-    + [(gpu, 64, "highest", "on this GPU") for gpu in ("sm_80", "sm_100", "gfx942")],
+    ("gpu", "dim", "tf32", "reason"),
+    [("sm_90", 128, False, ""), ("sm_90", 129, False, "up to 128"), ("sm_90", 64, True, "in TF32")]
+    + [(gpu, 64, False, "on this GPU") for gpu in ("sm_80", "sm_100", "gfx942")],
 )  # fmt: skip
-def test_who_makes_gradients_of_float32(gpu, dim, precision, reason, monkeypatch):
+def test_who_makes_gradients_of_float32(gpu, dim, tf32, reason, monkeypatch):
     """Where its products were measured, in parts; what is left out never ran, or spills."""
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.setattr(tuning, "takes_tf32", lambda: tf32)
     kinds = (False, False, False, "", (None, None))
     inputs, problem = attention_problem(dim, dim, torch.float32, 64, 4, *kinds, {})
     told = backward_launch.why_not(problem, inputs, (True, True, True, False, False), GPUS[gpu][1])

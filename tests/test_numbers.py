@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -54,3 +56,47 @@ def test_a_visible_key_of_score_minus_infinity_keeps_its_value(device: torch.dev
         v = torch.tensor([1.0, value], device=device).view(1, 1, 2, 1)
         out = fa.attention(q, k, v, causal=True, backend="tiled").flatten()
         assert out[0] == 1 and not math.isfinite(float(out[1]))
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-46, 1e-50])
+def test_a_scale_that_float32_does_not_hold(scale, device):
+    """It is 0 in a kernel: a score that is hidden is not multiplied by it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16, device=device) for _ in range(3))
+    for options in ({"causal": True}, {"causal": True, "softcap": 1.0}):
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, want = (fa.attention(*leaves, scale=x, **options) for x in (scale, 0.0))
+        torch.testing.assert_close(out, want, atol=1e-6, rtol=1e-6)
+        d_v, d_want = (torch.autograd.grad(x.sum(), leaves)[2] for x in (out, want))
+        torch.testing.assert_close(d_v, d_want, atol=1e-6, rtol=1e-5)
+
+
+TF32 = """
+import sys, torch, flashattn_lite as fa
+from flashattn_lite.target import takes_tf32
+q = torch.randn(1, 2, 20, 16, requires_grad=True)
+want = fa.attention(q, q, q)
+assert not takes_tf32()
+exec(sys.argv[1])
+assert takes_tf32() == (sys.argv[2] == "tf32")
+fa.attention(q, q, q).sum().backward()
+fa.scaled_dot_product_attention(q, q, q)
+x = q.detach().half()
+fa.attention_decode(x[:, :, :1], x, x, torch.tensor([20], dtype=torch.int32))
+if sys.argv[2] != "bf16":  # which is for the products of a CPU
+    torch.testing.assert_close(fa.attention(q, q, q), want)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "means"),
+    [
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
+        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "bf16"),
+        ("torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
+    ],
+)
+def test_each_of_torchs_settings_for_float32_is_understood(setting, means):
+    """In a process of its own: torch refuses to be asked by the older one once the newer one was used."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TF32, setting, means], check=True, timeout=300)

@@ -109,7 +109,7 @@ def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(*planned(long, target=Target("cuda", 86, "sm_86"))) == ["ring_kernel"]  # 99 KiB: one program an SM
     # float32: 256 units of a row, but 132 programs
     assert names(*planned(long.float(), target=Target("cuda", 86, "sm_86"))) == two
-    monkeypatch.setattr(tuning, "SHARED_BYTES", {90: 64 << 10})
+    monkeypatch.setattr(tuning, "SHARED_KIB", {90: 64})
     assert names(*planned(long), *planned(whole)) == [*two, "softmax_kernel"]
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ring_kernel", None)  # as where Gluon lacks something

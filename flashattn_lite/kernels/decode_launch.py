@@ -20,7 +20,7 @@ from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills, padded
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
-from flashattn_lite.target import Target
+from flashattn_lite.target import Target, takes_tf32
 
 Plan = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
 
@@ -44,7 +44,7 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: DecodeConfig, page: int) -> DecodeTile:
-    precise = problem.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    precise = problem.dtype != torch.float32 or not takes_tf32()
     aligned = vectorised(inputs.k) and vectorised(inputs.v)
     features = problem.features
     mask_rows = rows_differ(problem, inputs.mask, problem.group)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashattn_lite.problem import AttentionProblem
-from flashattn_lite.target import Target
+from flashattn_lite.target import Target, takes_tf32
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,18 @@ FLOAT32, FLOAT32_LARGE = TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 2)
 # The same below wgmma's 64 rows, where rows are not 16-byte aligned. By what it spills, offline: two warps spill two to
 # five times as much, at head dim 255 10 KB a thread.
 OFF_WGMMA_FLOAT32 = TileConfig(32, 32, 4, 1)
-# Everywhere else: chosen to fit the shared memory (bytes a program, by architecture), not measured.
-SHARED_BYTES: dict[int | str, int] = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10}
-SHARED_BYTES_NEW = 227 << 10  # sm_90, sm_100, sm_103
-SHARED_BYTES_HIP = 64 << 10
+# Everywhere else: chosen to fit the shared memory (KiB a program, by compute capability), not measured.
+SHARED_KIB: dict[int | str, int] = {
+    80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99
+}  # fmt: skip
+SHARED_KIB_LEAST = 64  # AMD, and what is not in the table
 SHARED_RESERVED = 1 << 10  # bytes that the system keeps of each program's
 LONG = {False: 4096, True: 16384}  # keys from which the larger tile wins, by causal
 
 
 def shared_bytes(target: Target) -> int:
     """Shared memory that one program may have."""
-    return SHARED_BYTES_HIP if target.kind == "hip" else SHARED_BYTES.get(target.arch, SHARED_BYTES_NEW)
+    return SHARED_KIB.get(target.arch, SHARED_KIB_LEAST) << 10
 
 
 def products(problem: AttentionProblem, target: Target) -> str:
@@ -75,7 +76,7 @@ def products(problem: AttentionProblem, target: Target) -> str:
     """
     if problem.dtype != torch.float32:
         return "ieee"
-    if torch.get_float32_matmul_precision() != "highest":
+    if takes_tf32():
         return "tf32"
     least = 80 if max(problem.head_dim, problem.head_dim_v) <= 128 else 90
     return "parts" if target.is_cuda(least) and not target.is_cuda(100) else "ieee"

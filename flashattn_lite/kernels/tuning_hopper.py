@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import triton
 
-from flashattn_lite.kernels.tuning import SHARED_BYTES_NEW, SHARED_RESERVED, padded, power_of_two
+from flashattn_lite.kernels.tuning import SHARED_KIB, SHARED_RESERVED, padded, power_of_two
 from flashattn_lite.problem import AttentionProblem
 
 
@@ -215,7 +215,8 @@ def beside_masks(config: HopperConfig, dim: int, dim_v: int, mask_bytes: int) ->
     """The tile with room for those of a mask beside K's; None where that leaves less than two stages."""
     rows = 64 * config.warpgroups
     stage = config.block_n * ((dim + dim_v) * 2 + rows * mask_bytes)
-    room = SHARED_BYTES_NEW if config.blocks == 1 else SHARED_BYTES_NEW // config.blocks - SHARED_RESERVED
+    room = SHARED_KIB[90] << 10
+    room = room if config.blocks == 1 else room // config.blocks - SHARED_RESERVED
     room -= HOPPER_TALK + rows * dim * 2
     for o_slots in range(config.o_slots, 0, -1):
         stages = min(config.stages, (room - rows * o_slots * min(config.o_width, dim_v) * 2) // stage)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.reference import attention_reference, dot, repeat_heads, weigh
+from flashattn_lite.target import takes_tf32
 from flashattn_lite.testing.case import Case
 from flashattn_lite.testing.results import assert_form, assert_within
 
@@ -73,7 +74,7 @@ def accumulator_eps(case: Case, inside: torch.dtype | None = None) -> float:
     `inside` says otherwise: float64 that goes through an lse in float32 has no more digits than that.
     """
     dtype = inside or case.q.dtype
-    if dtype == torch.float32 and case.q.is_cuda and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and case.q.is_cuda and takes_tf32():
         return 2.0**-10
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 

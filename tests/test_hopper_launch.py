@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -12,7 +13,8 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.offline import GPUS, attention_problem  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_hopper_launch, start  # noqa: E402
+from flashattn_lite.kernels import attention_hopper_launch, merge_launch, start, uncovered  # noqa: E402
+from flashattn_lite.problem import Inputs, describe  # noqa: E402
 from flashattn_lite.state import LOG2E  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 has no launches")
@@ -105,3 +107,34 @@ def test_a_launch_that_fails_leaves_nothing_to_the_next(prepared):
     given, expected = tensors()
     call(*given)
     assert launches.seen[0][0] == expected
+
+
+@pytest.mark.parametrize("behind", ["merge", "uncovered"])
+def test_lengths_are_copied_ahead_of_the_launch_that_another_follows(behind, monkeypatch):
+    """What follows may read them while this one runs, and knows of no copy in between."""
+    order = []
+    copied = lambda x: order.append("copy") or x.contiguous()
+    monkeypatch.setattr(attention_hopper_launch.counters, "next", lambda device: torch.zeros(1), raising=False)
+    monkeypatch.setattr(start.Starter, "__call__", lambda self, args: order.append(self.kernel.__name__))
+    for module in (merge_launch, uncovered):
+        monkeypatch.setattr(module, "contiguous", lambda x: x if x is None or x.is_contiguous() else copied(x))
+    options = dict(causal=True, q_start=None, window_left=None, window_right=None, scale=1.0, softcap=None)
+    if behind == "merge":
+        q, k = (torch.empty(2, 2, rows, 64, dtype=torch.bfloat16) for rows in (128, 8192))
+        inputs = Inputs(q, k, k, kv_lens=torch.zeros(2, 2, dtype=torch.int32)[:, 0])
+    else:
+        q = torch.empty(300, 2, 64, dtype=torch.bfloat16)
+        table = torch.tensor([[0, 0], [100, 0], [300, 0]], dtype=torch.int32)[:, 0]
+        inputs = Inputs(q, q, q, cu_seqlens_q=table, cu_seqlens_k=table)
+        options |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
+    problem = describe(inputs, **options)
+    given = inputs, torch.empty_like(q), torch.empty(q.shape[:-1])
+    attention_hopper_launch.Call(problem, *given, GPUS["sm_90"][1])._launch(*given)
+    assert order == ["copy", "attention_hopper_kernel", f"{behind}_kernel"]
+
+
+def test_more_row_tiles_than_a_message_tells_of_are_refused():
+    inputs, problem = attention_problem(64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {})
+    assert not attention_hopper_launch.why_not(problem, inputs)
+    many = dataclasses.replace(problem, batch=1 << 25)
+    assert "row" in attention_hopper_launch.why_not(many, inputs)[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa  # noqa: E402
-from flashattn_lite.kernels import start  # noqa: E402
+from flashattn_lite.kernels import softmax_launch, start  # noqa: E402
 
 
 def test_on_makes_the_device_current_only_where_it_is_not(monkeypatch):
@@ -56,3 +59,45 @@ def test_a_profilers_hook_sees_every_launch():
     assert len(seen) == 3 and all("attention" in name for name in seen)
     assert all(torch.equal(out, want) for out in [*got, fa.attention(q, q, q)])
     assert len(seen) == 3
+
+
+def test_a_counter_keeps_its_pool():
+    """Another thread's call may begin the next pool before this launch has begun."""
+    pool = torch.zeros(4, dtype=torch.int32)
+    there = weakref.ref(pool)
+    counter = start.Address(pool, 8)
+    assert counter.data_ptr() == pool.data_ptr() + 8 and counter.dtype == torch.int32
+    del pool
+    gc.collect()
+    assert there() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["attention", "few rows", "packed", "softmax", "stats", "gradients"])
+def test_cuda_graphs_of_torch_compile(kind, monkeypatch):
+    """mode="reduce-overhead" warms up in a pool of memory of its own, in which nothing of ours may stay."""
+    monkeypatch.setattr(start.counters, "pools", {})
+    monkeypatch.setattr(softmax_launch, "_counts", {})
+    monkeypatch.setattr(softmax_launch, "_words", {})
+    torch.manual_seed(0)
+    rows = 2 if kind == "few rows" else 300
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (rows, 2100, 2100))
+    given, call = (q, k, v), lambda q, k, v: fa.attention(q, k, v, causal=True)
+    if kind == "packed":
+        cu, cu_k = (torch.tensor([0, n // 3, n], dtype=torch.int32, device="cuda") for n in (300, 2100))
+        given = *(x[0].transpose(0, 1) for x in given), cu, cu_k
+        call = lambda *args: fa.attention_varlen(*args, causal=True, max_seqlen_q=300, max_seqlen_k=2100)
+    if kind in ("softmax", "stats"):
+        given = (torch.randn(8, 1 << 18, device="cuda", dtype=torch.bfloat16),)
+        call = fa.online_softmax if kind == "softmax" else lambda x: fa.softmax_stats(x)[1]
+    wants = kind == "gradients"
+    given = tuple(x.requires_grad_() if wants else x for x in given)
+    compiled = torch.compile(call, mode="reduce-overhead", fullgraph=True)
+    expected = call(*given)
+    for _ in range(4):  # twice to warm up, once to capture, once to replay
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*given)
+        assert torch.equal(out, expected)
+        if wants:
+            ours, theirs = (torch.autograd.grad(x.float().sum(), given) for x in (out, call(*given)))
+            assert all(map(torch.equal, ours, theirs))

@@ -39,6 +39,7 @@ from flashattn_lite.target import Target
 
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32, torch.uint8: uint8}
+MOST_TASKS = 1 << 29  # row tiles, each in as many parts as there are: producers tell of them in int32, by fours
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
 REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
 
@@ -50,6 +51,10 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
         reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
+    parts = 1 if problem.features.varlen else PARTS
+    tasks = problem.batch * problem.heads_q * triton.cdiv(problem.len_q, ROWS.value) * parts
+    if tasks >= MOST_TASKS:
+        reasons.append(f"it counts fewer than {MOST_TASKS} tiles of {ROWS.value} rows; these may be {tasks}")
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if x.numel() == 0:
             reasons.append(f"{name} is empty: there is nothing to copy")
@@ -166,14 +171,18 @@ class Call:
         return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
+        states, behind = (lse, lse, out), None
+        if self.merge:
+            states = self.merge.states(out)
+            behind = self.merge.start, self.merge.arguments(inputs, out, lse, states)
+        elif self.uncovered:
+            behind = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
         lent = self.lend(inputs, out)
-        states = self.merge.states(out) if self.merge else (lse, lse, out)
         self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
-        if self.merge:
-            self.merge.start(self.merge.arguments(inputs, out, lse, states))
-        if self.uncovered:
-            self.uncovered(inputs, out, lse)
+        if behind:
+            behind[0](behind[1])
 
 
 def plan(

@@ -117,13 +117,14 @@ class Call:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+        behind = self.uncovered.arguments(inputs, out, lse) if self.uncovered else ()
         if self.start.grid[0]:
             kv = self.lend(inputs)
             self.start(self.arguments(kv, inputs, out, lse))
             if self.tma:
                 self.descriptors.take_back(kv)
-        if self.uncovered:
-            self.uncovered(inputs, out, lse)
+        if self.uncovered and self.uncovered.start.grid[0]:
+            self.uncovered.start(behind)
 
 
 def plan(

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import numpy_errors_off
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
-from flashattn_lite.kernels.start import Starter, counters, on
+from flashattn_lite.kernels.start import Starter, counters, lasting_zeros, on
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
     WORD_BYTES,
@@ -225,9 +225,11 @@ def counts_for(x: Tensor, count: int) -> Tensor:
     key = sharing(x)
     if key is None:
         return torch.zeros(count, dtype=torch.int32, device=x.device)
-    if key not in _counts or _counts[key].numel() < count:
-        _counts[key] = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=x.device)
-    return _counts[key]
+    counts = _counts.get(key)
+    if counts is None or counts.numel() < count:
+        counts = lasting_zeros(max(1024, triton.next_power_of_2(count)), torch.int32, x.device)
+        _counts[key] = counts
+    return counts
 
 
 _words: dict[tuple[int, int], tuple[Tensor, Iterator[int]]] = {}
@@ -248,7 +250,7 @@ def room_for(x: Tensor, units: int, splits: int) -> tuple[Any, Tensor, int]:
     words, epochs = _words.get(key, (None, iter(())))
     epoch = next(epochs, None)
     if words is None or epoch is None or words.numel() < 2 * units:
-        words, epoch = torch.zeros(triton.next_power_of_2(2 * units), dtype=torch.int64, device=x.device), 1
+        words, epoch = lasting_zeros(triton.next_power_of_2(2 * units), torch.int64, x.device), 1
         _words[key] = words, iter(range(2, 1 << 31))
     return counters.next(x.device), words, epoch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -68,13 +69,29 @@ def current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+def lasting_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros to keep from call to call, written in the order of the current stream.
+
+    By a thread of their own: what this one allocates may belong to a pool of somebody's, in which nothing may stay
+    (torch.cuda.use_mem_pool, and torch.compile when it warms up for CUDA graphs).
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=dtype, device=device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
 class Address:
     """One place in a tensor, as a kernel argument: a view of it, made in a tenth of the time."""
 
-    __slots__ = ("address", "dtype")
+    __slots__ = ("address", "base", "dtype")
 
     def __init__(self, base: Tensor, offset: int) -> None:
-        self.address, self.dtype = base.data_ptr() + offset, base.dtype
+        self.address, self.base, self.dtype = base.data_ptr() + offset, base, base.dtype
 
     def data_ptr(self) -> int:
         return self.address
@@ -98,7 +115,7 @@ class Counters:
         pool = self.pools.get(key)
         at = POOL if pool is None else next(pool[1])
         if pool is None or at >= POOL:
-            pool = torch.zeros(POOL, dtype=torch.int32, device=device), itertools.count(1)
+            pool = lasting_zeros(POOL, torch.int32, device), itertools.count(1)
             self.pools[key] = pool
             at = 0
         return Address(pool[0], 4 * at)

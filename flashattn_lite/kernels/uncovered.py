@@ -53,8 +53,9 @@ def uncovered_kernel(out_ptr, lse_ptr, cu_ptr, batch, longest, total, heads, wid
 
 
 class Uncovered:
-    """The launch for a packed problem: `uncovered(inputs, out, lse)` directly behind the launch of attention.
+    """The launch for a packed problem, `start(arguments(inputs, out, lse))`, directly behind that of attention.
 
+    Its arguments are made ahead of both: a table that has to be copied is else still on its way when it is read.
     follows: there is one. Without it nothing may begin before what came earlier in the stream has written cu_seqlens.
     """
 
@@ -70,10 +71,6 @@ class Uncovered:
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         """out (total, Hq, Dv) and lse (Hq, total) are contiguous."""
         return out, lse, contiguous(inputs.cu_seqlens_q), *self.numbers
-
-    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        if self.start.grid[0]:
-            self.start(self.arguments(inputs, out, lse))
 
 
 def plan(

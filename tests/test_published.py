@@ -11,8 +11,10 @@ from benchmarks import provenance, tables
 PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 README = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
 H100 = provenance.RESULTS / "h100-80gb-hbm3"
+H100_TRITON_39 = provenance.RESULTS / "h100-80gb-hbm3-triton-3.9"
 PUBLISHED = [(tables.results(), name) for name in tables.TABLES]
 PUBLISHED += [(tables.results(H100), name) for name in ("attention", "decode", "softmax", "shapes", "backward_bias")]
+PUBLISHED += [(tables.results(H100_TRITON_39), name) for name in ("attention", "decode", "softmax")]
 
 
 @pytest.mark.parametrize(("read", "name"), PUBLISHED)
@@ -112,6 +114,14 @@ def test_the_readme_has_the_results():
         f"ahead of all in {ahead}\n  shapes of {len(cells)}; furthest"
     ) in text
     assert f"causal, 512 keys ({tables.to_best(cells[furthest]):.2f})" in text
+
+    rows = tables.results(H100_TRITON_39)("attention")
+    cells = tables.attention_cells(rows, "bf16")
+    cudnn, rival, ahead = tables.summary(cells)
+    assert {row["triton"] for row in rows} == {"3.9.0"}
+    assert {row["commit"] for row in rows} == set(re.findall(r"By Triton 3.9 \(commit (\w+)\)", text))
+    assert f"{cudnn:.2f} of cuDNN and {rival:.2f} of the\n  faster of cuDNN and FlashAttention-3" in text
+    assert f"ahead in {ahead} shapes of {len(cells)}.\n" in text
 
 
 def test_the_readme_has_the_backward():

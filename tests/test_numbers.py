@@ -97,6 +97,8 @@ if sys.argv[2] != "bf16":  # which is for the products of a CPU
         ("torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
     ],
 )
-def test_each_of_torchs_settings_for_float32_is_understood(setting, means):
+def test_each_of_torchs_settings_for_float32_is_understood(setting, means, interpreting):
     """In a process of its own: torch refuses to be asked by the older one once the newer one was used."""
+    if interpreting:
+        pytest.skip("the same without TRITON_INTERPRET=1")
     subprocess.run([sys.executable, "-W", "ignore", "-c", TF32, setting, means], check=True, timeout=300)

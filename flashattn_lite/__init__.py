@@ -3,6 +3,7 @@
 from flashattn_lite import integrations
 from flashattn_lite.api import attention, attention_varlen, explain, merge_attention
 from flashattn_lite.decode import attention_decode, explain_decode
+from flashattn_lite.errors import BackendError
 from flashattn_lite.replace import install, replace_sdpa, uninstall
 from flashattn_lite.sdpa import scaled_dot_product_attention
 from flashattn_lite.softmax import merge_softmax_stats, online_softmax, softmax_stats
@@ -10,6 +11,7 @@ from flashattn_lite.softmax import merge_softmax_stats, online_softmax, softmax_
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendError",
     "attention",
     "attention_decode",
     "attention_varlen",

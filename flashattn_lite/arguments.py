@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Rational, Real
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
+from flashattn_lite.scalars import SYMBOLS, is_int, is_number, negative, plain
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT32 = torch.finfo(torch.float32)
-SYMBOLS = (torch.SymFloat, torch.SymInt)  # a compiler's numbers, which are not to be compared
 QKV = ("q", "k", "v")
 
 
@@ -52,9 +51,19 @@ def check_no_tangent(**tensors: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(one_of(x)).tangent is not None:
             remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or torch's own function here."
             raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
+
+
+def one_of(x: Tensor) -> Tensor:
+    """What torch.vmap maps over, which can't be asked whether it has a tangent; else x."""
+    try:
+        while torch._C._functorch.is_batchedtensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    except AttributeError:  # a torch that names these otherwise
+        pass
+    return x
 
 
 def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str) -> None:
@@ -163,7 +172,7 @@ def check_window(window: object) -> None:
             continue
         if not is_int(x):
             raise type_error("window", f"{side} must be an int or None", window, "Pass None for no bound.")
-        if x < 0:
+        if negative(x):
             raise value_error("window", f"{side} must be at least 0", window, "Pass None (not -1) for no bound.")
 
 
@@ -199,7 +208,7 @@ def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Whether a tensor of that shape can stand for one of the full shape."""
     # By == and not by `in`, which does not find the symbols of a compiler that traces.
     pairs = zip(reversed(shape), reversed(full), strict=False)
-    return len(shape) <= len(full) and all(have == 1 or have == want for have, want in pairs)
+    return len(shape) <= len(full) and all(have == want or have == 1 for have, want in pairs)
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
@@ -235,23 +244,3 @@ def check_int32(name: str, x: object, like: Tensor) -> None:
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")
-
-
-def plain(x: Any) -> Any:
-    """A number that compares with Python's floats: as a float, or if it is exact (Python's integers, say) as it is."""
-    return x if isinstance(x, Rational) else float(x)
-
-
-def is_number(x: object) -> bool:
-    """A real number of Python, of a compiler that traces, or of NumPy."""
-    return isinstance(x, (int, float, *SYMBOLS, Real)) and not isinstance(x, bool)
-
-
-def is_int(x: object) -> bool:
-    """An integer of Python, of a compiler that traces, or of NumPy."""
-    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
-
-
-def as_int(x: Any) -> Any:
-    """An integer of any kind as Python's; what else it is (None, a compiler's symbol) as it is."""
-    return int(x) if isinstance(x, Integral) else x

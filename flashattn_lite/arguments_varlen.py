@@ -6,8 +6,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from flashattn_lite.arguments import QKV, check_int32, check_qkv, is_int, readable
+from flashattn_lite.arguments import QKV, check_int32, check_qkv, readable
 from flashattn_lite.errors import type_error, value_error
+from flashattn_lite.scalars import is_int, negative
 
 
 def check_varlen(
@@ -34,9 +35,6 @@ def check_varlen(
             )
         if longest is not None and not is_int(longest):
             raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Pass .item() of a tensor.")
-        if longest is not None and longest < 0:  # type: ignore[operator]
-            remedy = "Pass an upper bound on the lengths, or None."
-            raise value_error(f"max_seqlen_{side}", "must be at least 0", longest, remedy)
     assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(
@@ -51,6 +49,9 @@ def check_varlen_values(
 ) -> None:
     """What only the CPU reads, and no compiler or transform while it stands for a tensor: the op asks again inside."""
     for side, x, cu, longest in (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)):
+        if longest is not None and negative(longest):
+            remedy = "Pass an upper bound on the lengths, or None."
+            raise value_error(f"max_seqlen_{side}", "must be at least 0", longest, remedy)
         if readable(cu):
             _check_cu_values(side, x, cu, longest)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, ops, tiled
 from flashattn_lite import target as targets
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
+from flashattn_lite.scalars import as_int
 from flashattn_lite.target import Target
 
 Run = Callable[[Inputs, Tensor | None, Tensor, Tensor], None]
@@ -112,7 +113,8 @@ def problem_of(
 )
 def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, but for values that the door could not read."""
-    _, k_cache, _, kv_lens, table, *_ = args
+    _, k_cache, _, kv_lens, table, _, _, left, right, *_ = args
+    arguments.check_window((left, right))
     if table is not None:
         arguments_decode.check_table_values(table, kv_lens, k_cache)
     return _run(_prepared(*args), args[:TENSORS])
@@ -316,6 +318,6 @@ def _checked(
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
     dispatch.check_backend(backend, BACKENDS)
-    left, right = map(arguments.as_int, window or (None, None))
+    left, right = map(as_int, window or (None, None))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     return causal, left, right, scale, None if softcap is None else float(softcap)

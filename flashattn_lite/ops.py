@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import calls, flops
-from flashattn_lite.arguments import as_int
+from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs
+from flashattn_lite.scalars import as_int
 
 INTEGERS = ("q_start", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k")
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
@@ -51,6 +52,7 @@ def measured(given: list[Any]) -> tuple[Any, ...]:
 def check_values(args: calls.Arguments) -> None:
     """What the door could not read, because a compiler or a transform stood for it."""
     inputs = Inputs(*args[:NUM_TENSORS])
+    check_window(tuple(args[NUM_TENSORS + OPTION_NAMES.index(f"window_{side}")] for side in ("left", "right")))
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         limits = (args[NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")] for side in "qk")
         check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)

@@ -92,6 +92,8 @@ class AttentionProblem:
 
 
 def clamp_diagonal(diagonal: int) -> int:
+    if isinstance(diagonal, torch.SymInt):  # which a compiler may not know yet
+        return torch.sym_max(-FAR, torch.sym_min(FAR, diagonal))
     return max(-FAR, min(FAR, diagonal))
 
 
@@ -152,6 +154,6 @@ def describe(
         features=features,
         scale=scale,
         softcap=softcap,
-        diag_lo=clamp_diagonal(start - (window_left or 0)) if left else 0,
-        diag_hi=clamp_diagonal(start + (window_right or 0)) if right else 0,
+        diag_lo=0 if window_left is None else clamp_diagonal(start - window_left),
+        diag_hi=0 if window_right is None else clamp_diagonal(start + window_right),
     )

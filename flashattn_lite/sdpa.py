@@ -14,6 +14,7 @@ from flashattn_lite import api, arguments, calls, ops
 from flashattn_lite.arguments import is_causal_bias
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
+from flashattn_lite.scalars import is_number
 from flashattn_lite.tiles import autocasts, lowered
 
 NAMES = ("query", "key", "value")
@@ -149,7 +150,7 @@ def _number(x: Any) -> Any:
 
 
 def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa: object) -> None:
-    if not arguments.is_number(dropout_p):
+    if not is_number(dropout_p):
         raise type_error("dropout_p", "must be a float", dropout_p, "Pass 0.0 for no dropout.")
     if not 0 <= dropout_p <= 1:
         raise value_error("dropout_p", "must be between 0 and 1", dropout_p, "Pass 0.0 for no dropout.")

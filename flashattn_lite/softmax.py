@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flashattn_lite import softmax_tiled, state
 from flashattn_lite import target as targets
-from flashattn_lite.arguments import as_int, check_float_tensor, check_no_tangent, is_int
+from flashattn_lite.arguments import check_float_tensor, check_no_tangent
 from flashattn_lite.calls import remember, under_grad, watched
 from flashattn_lite.errors import show, type_error, value_error
+from flashattn_lite.scalars import as_int, is_int
 
 Stats = tuple[Tensor, Tensor]
 

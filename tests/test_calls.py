@@ -190,6 +190,13 @@ def test_forward_mode_derivatives_are_refused(name, function):
         function(forward_ad.make_dual(x, tangent))
     with forward_ad.dual_level():
         assert torch.equal(function(x), function(x))
+    if name == "v_cache":  # which vmap runs one by one
+        return
+    twice = lambda x: torch.vmap(function)(x[None])
+    with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives are not implemented"):
+        torch.func.jvp(twice, (x,), (tangent,))
+    weighed, _ = torch.func.jvp(lambda weight: weight * twice(x), (torch.tensor(2.0),), (torch.tensor(1.0),))
+    torch.testing.assert_close(weighed[0], 2 * function(x))
 
 
 def test_a_dispatch_mode_sees_the_op():

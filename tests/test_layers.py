@@ -14,7 +14,7 @@ PACKAGE = ROOT / "flashattn_lite"
 
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
-    "errors problem arguments arguments_decode arguments_varlen",
+    "errors problem scalars arguments arguments_decode arguments_varlen",
     "state scores target tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
@@ -33,18 +33,21 @@ ROOMS = [
 ]
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 FLOORS[""] = len(ROOMS)  # the public face
-# Neighbours on one floor that may talk: the door says no through errors and knows problems, scores speak in the state's
-# log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it is
-# named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs calls, and
-# softmax asks them who watches; what stands in for torch's function is sdpa's; the softmax kernels know where their
-# tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels and the splits that both know.
+# Neighbours on one floor that may talk: the door says no through errors and knows problems and numbers, scores speak in
+# the state's log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the
+# kernel it is named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs
+# calls, and softmax asks them who watches; what stands in for torch's function is sdpa's; the softmax kernels know
+# where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels and the splits that
+# both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
+    ("arguments", "scalars"),
     ("arguments_decode", "arguments"),
     ("arguments_decode", "errors"),
     ("arguments_varlen", "arguments"),
     ("arguments_varlen", "errors"),
+    ("arguments_varlen", "scalars"),
     ("scores", "state"),
     ("tiles", "scores"),
     ("kernels.tuning", "target"),

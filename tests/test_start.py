@@ -73,6 +73,7 @@ def test_a_counter_keeps_its_pool():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: its first graph is empty, it would like TF32
 @pytest.mark.parametrize("kind", ["attention", "few rows", "packed", "softmax", "stats", "gradients"])
 def test_cuda_graphs_of_torch_compile(kind, monkeypatch):
     """mode="reduce-overhead" warms up in a pool of memory of its own, in which nothing of ours may stay."""

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
+from torch._dynamo import config
 
 import flashattn_lite as fa
 from flashattn_lite.problem import at_most
 
 X = torch.randn(10, 2, 8)
-CU = torch.tensor([0, 4, 10], dtype=torch.int32)
+CU, SEVEN = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [0, 3, 7]))
 WRONG = {
     "order": (CU[[0, 2, 1]], {}, "cu_seqlens_q: must not decrease; got [0, 10, 4]. Pass where each sequence ends, not"),
     "start": (CU + 1, {}, "cu_seqlens_q: must start with 0; got [1, 5, 11]. Pass 0, then where each sequence ends."),
@@ -50,6 +51,51 @@ def test_offsets_under_transforms(name):
     refuses(text, torch.vmap(total), X[None], cu[None])
     refuses(text, torch.func.grad(total), X, cu)
     refuses(text, torch.func.grad(lambda x, cu: torch.vmap(total)(x, cu).sum()), X[None], cu[None])
+
+
+INSIDE = {  # of x [1, 2, 7, 8]
+    "max_seqlen": (lambda x, n: packed(x[0].transpose(0, 1), n), 4, {-1: "max_seqlen_q: must be at least 0; got -1"}),
+    "q_start": (lambda x, n: fa.attention(x, x, x, causal=True, q_start=n), 2, {}),
+    "window": (
+        lambda x, n: fa.attention(x, x, x, window=(n, n)), 2, {-3: "window: left must be at least 0; got (-3"}
+    ),
+    "decode": (
+        lambda x, n: fa.attention_decode(x[:, :, :2], x, x, LENS[1:], window=(n, None)), 2,
+        {-3: "window: left must be at least 0; got (-3"},
+    ),
+}  # fmt: skip
+
+
+def packed(x, longest):
+    return fa.attention_varlen(x, x, x, SEVEN, SEVEN, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@config.patch(capture_scalar_outputs=True)
+def test_integers_of_compiled_code(name):
+    """Computed in the middle of it: no guard can be put on one, so that the op asks."""
+    function, right, wrong = INSIDE[name]
+    call = lambda x, n: function(x, (n * 1).item())
+    x = torch.randn(1, 2, 7, 8)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for n in (right, right + 1):
+        assert torch.equal(compiled(x, torch.tensor(n)), call(x, torch.tensor(n)))
+    for n, text in wrong.items():
+        refuses(text, call, x, torch.tensor(n))
+        refuses(text, compiled, x, torch.tensor(n))
+
+
+@config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_keys_that_is_found_in_compiled_code():
+    def call(x, chosen):
+        k = x[:, :, chosen]
+        mask = torch.ones(7, k.shape[2], dtype=torch.bool)
+        return fa.scaled_dot_product_attention(x, k, k, attn_mask=mask), fa.attention(x, k, k, mask=mask)
+
+    x = torch.randn(1, 2, 7, 8)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for count in (4, 2):
+        assert all(map(torch.equal, compiled(x, torch.arange(7) < count), call(x, torch.arange(7) < count)))
 
 
 def test_pages_of_compiled_code_and_under_vmap():

@@ -1,0 +1,39 @@
+"""What counts as a number: one of Python, of NumPy, or of a compiler that traces and may not know it yet."""
+
+from __future__ import annotations
+
+from numbers import Integral, Rational, Real
+from typing import Any
+
+import torch
+
+SYMBOLS = (torch.SymFloat, torch.SymInt)  # a compiler's numbers, which are not to be compared
+
+
+def plain(x: Any) -> Any:
+    """A number that compares with Python's floats: as a float, or if it is exact (Python's integers, say) as it is."""
+    return x if isinstance(x, Rational) else float(x)
+
+
+def is_number(x: object) -> bool:
+    """A real number of Python, of a compiler that traces, or of NumPy."""
+    return isinstance(x, (int, float, *SYMBOLS, Real)) and not isinstance(x, bool)
+
+
+def is_int(x: object) -> bool:
+    """An integer of Python, of a compiler that traces, or of NumPy."""
+    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
+
+
+def negative(x: Any) -> bool:
+    """Whether an integer is below 0; of one that a compiler does not know yet, False."""
+    if not torch.compiler.is_compiling():
+        return bool(x < 0)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(x < 0)
+
+
+def as_int(x: Any) -> Any:
+    """An integer of any kind as Python's; what else it is (None, a compiler's symbol) as it is."""
+    return int(x) if isinstance(x, Integral) else x

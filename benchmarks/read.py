@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 WORDS = 4096  # of 4 bytes a step: 16 KiB, four 16-byte loads in each of 256 threads
-STEPS = 8  # steps a program, all under way at once: 128 KiB
+STEPS, FEW = 8, 2  # steps a program: 128 KiB; and where that makes few programs, one of which then waits for itself
+FEW_BYTES = 64 << 20  # below which programs are short
 
 
 @triton.jit
@@ -22,8 +23,9 @@ def read_kernel(x_ptr, out_ptr, words, WORDS: tl.constexpr, STEPS: tl.constexpr)
 
 
 def read(words: Tensor) -> Tensor:
-    """words: int32, contiguous. One int32 for each 128 KiB."""
-    programs = triton.cdiv(words.numel(), WORDS * STEPS)
+    """words: int32, contiguous. One int32 for each program."""
+    steps = STEPS if 4 * words.numel() >= FEW_BYTES else FEW
+    programs = triton.cdiv(words.numel(), WORDS * steps)
     out = words.new_empty(programs)
-    read_kernel[(programs,)](words, out, words.numel(), WORDS, STEPS, num_warps=8)
+    read_kernel[(programs,)](words, out, words.numel(), WORDS, steps, num_warps=8)
     return out

@@ -102,7 +102,7 @@ class Call:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
         blocks = num_m * problem.batch * problem.heads_q
         self.start = Starter(attention_kernel, blocks, options)
-        self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
+        self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed and rows_q else None
 
     def lend(self, inputs: Inputs) -> list[Any]:
         """k and v as the kernel takes them: their descriptors where TMA copies them."""
@@ -123,7 +123,7 @@ class Call:
             self.start(self.arguments(kv, inputs, out, lse))
             if self.tma:
                 self.descriptors.take_back(kv)
-        if self.uncovered and self.uncovered.start.grid[0]:
+        if self.uncovered:
             self.uncovered.start(behind)
 
 

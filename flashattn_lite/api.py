@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,7 +171,7 @@ def _check_attention(
 def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | None:
     """The result, if the door knows arguments of this kind; nothing has been checked here yet."""
     q, window = tensors[0], rest[2]
-    if torch.compiler.is_compiling() or type(q) is not Tensor or q.is_nested or q.dim() < 3 or q.shape[-1] == 0:
+    if torch.compiler.is_compiling() or type(q) is not Tensor or q.is_nested:
         return None
     if window is not None and (type(window) is not tuple or len(window) != 2):
         return None
@@ -182,9 +181,8 @@ def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | Non
 def _arguments(
     tensors: tuple[Any, ...], causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
 ) -> calls.Arguments:
-    """A call's arguments in the op's order, defaults filled in."""
+    """A call's arguments in the op's order."""
     left, right = window or (None, None)
-    scale = 1 / math.sqrt(tensors[0].shape[-1]) if scale is None else scale
     return (*tensors, causal, q_start, left, right, scale, softcap, *rest)
 
 

@@ -16,7 +16,7 @@ from flashattn_lite.target import takes_tf32
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
 OPTIONS = (  # as the op's schema has them
-    "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float scale, float? softcap, "
+    "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))

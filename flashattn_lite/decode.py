@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -108,7 +107,7 @@ def problem_of(
     "flashattn_lite::attention_decode",
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table, Tensor? sinks, "
-    "bool causal, SymInt? window_left, SymInt? window_right, float scale, float? softcap, str backend) "
+    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str backend) "
     "-> (Tensor, Tensor)",
 )
 def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
@@ -312,12 +311,12 @@ def _checked(
     sinks: Tensor | None,
     backend: str,
 ) -> tuple[Any, ...]:
-    """The number options in the op's order, defaults filled in, once every argument has passed the door."""
+    """The number options in the op's order, once every argument has passed the door."""
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
     arguments.check_no_tangent(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
     dispatch.check_backend(backend, BACKENDS)
     left, right = map(as_int, window or (None, None))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return causal, left, right, scale, None if softcap is None else float(softcap)
+    scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
+    return causal, left, right, scale, softcap

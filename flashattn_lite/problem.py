@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def describe(
     q_start: int | None,
     window_left: int | None,
     window_right: int | None,
-    scale: float,
+    scale: float | None,
     softcap: float | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -123,7 +124,9 @@ def describe(
     if causal:
         window_right = 0
     left, right = window_left is not None, window_right is not None
-    start = 0 if q_start is None else q_start
+    start, head_dim = 0 if q_start is None else q_start, q.shape[-1]
+    if scale is None:  # no number is made of a compiler's symbol, which would tie what it compiled to one head dim
+        scale = 1 / math.sqrt(max(head_dim, 1)) if type(head_dim) is int else 1.0
     mask_kind = "" if inputs.mask is None else ("bool" if inputs.mask.dtype == torch.bool else "float")
     features = Features(
         left=left,
@@ -147,7 +150,7 @@ def describe(
         heads_kv=k.shape[1],
         len_q=len_q,
         len_k=len_k,
-        head_dim=q.shape[-1],
+        head_dim=head_dim,
         head_dim_v=v.shape[-1],
         dtype=q.dtype,
         device=q.device,

@@ -93,7 +93,7 @@ def _checked(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Diagonal, float]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Diagonal, float | None]:
     """(q, k, v, mask, diagonal, scale) for `_attend`: [*lead, H, length, dim] with equal batch dims."""
     for name, x in zip(NAMES, (query, key, value), strict=True):
         arguments.check_float_tensor(name, x)
@@ -114,11 +114,10 @@ def _checked(
     mask = attn_mask
     if mask is not None:
         mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    return q, k, v, mask, diagonal, scale
+    return q, k, v, mask, diagonal, None if scale is None else float(scale)
 
 
-def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float) -> calls.Arguments:
+def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float | None) -> calls.Arguments:
     return (*inputs, *diagonal, None, None, scale, None, None, None, "auto")
 
 
@@ -130,14 +129,13 @@ def _recall(
         return None
     if query.is_nested or key.is_nested or value.is_nested:  # whose shape can't be asked for
         return None
-    if not query.dim() == key.dim() == value.dim() == 4 or query.shape[-1] == 0:
+    if not query.dim() == key.dim() == value.dim() == 4:
         return None
     plain = attn_mask is None and type(dropout_p) is float and dropout_p == 0.0 and type(is_causal) is bool
     if not plain or type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
         return None
     if (query.shape[1] != key.shape[1] and not enable_gqa) or autocasts(query.device):
         return None
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     done = ops.recall(_arguments(Inputs(query, key, value), (is_causal, 0 if is_causal else None), scale))
     return None if done is None else done[0]
 
@@ -227,7 +225,7 @@ def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
     return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float | None) -> Tensor:
     """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
     lead = q.shape[:-3]
     inputs = _viewed(q, k, v, mask)

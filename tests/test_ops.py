@@ -90,11 +90,11 @@ def test_export_with_dynamic_shapes():
         def forward(self, q, k, v):
             return fa.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2)
-    shape = {0: batch, 2: length}
+    sizes = torch.export.Dim("batch"), torch.export.Dim("length", min=2), torch.export.Dim("head_dim", max=256)
+    shape = dict(zip((0, 2, 3), sizes, strict=True))
     inputs = tuple(torch.randn(2, 3, 6, 8) for _ in range(3))
     exported = torch.export.export(Model(), inputs, dynamic_shapes=(shape, shape, shape))
-    other = tuple(torch.randn(3, 3, 11, 8) for _ in range(3))
+    other = tuple(torch.randn(3, 3, 11, 20) for _ in range(3))
     torch.testing.assert_close(exported.module()(*other), Model()(*other))
 
 

@@ -66,8 +66,8 @@ def attention(
     Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
     dtype for their product with v. A NaN or infinity reaches the rows that see it and no other. A row's bits do not
     depend on the batch, the other rows or the number of repeats. Differentiable in q, k, v, sinks and a float mask,
-    with memory linear in L and S, by backward() or torch.func.grad (but for torch.func's derivatives inside of
-    torch.compile); gradients have no gradients of their own, and forward-mode derivatives are refused.
+    with memory linear in L and S, by backward() or torch.func.grad, compiled or not; gradients have no gradients of
+    their own, and forward-mode derivatives are refused.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.

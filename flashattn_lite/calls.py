@@ -201,14 +201,3 @@ def function_modes() -> Iterator[Any]:
 def looks_on(mode: Any) -> bool:
     """A default device (torch.set_default_device, `with torch.device()`) only concerns those who make new tensors."""
     return (type(mode).__module__, type(mode).__qualname__) != ("torch.utils._device", "DeviceContext")
-
-
-def under_grad() -> bool:
-    """torch.func.grad, vjp or jacrev is active, with or without a vmap inside of it."""
-    if torch.compiler.is_compiling():
-        return False
-    try:
-        kind = torch._C._functorch.TransformType.Grad
-        return any(transform.key() == kind for transform in torch._C._functorch.get_interpreter_stack() or ())
-    except AttributeError:  # a torch that names these otherwise: the op, which says what it can't do
-        return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, ops, tiled
+from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators, tiled
 from flashattn_lite import target as targets
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.scalars import as_int
@@ -103,14 +103,7 @@ def problem_of(
     return inputs, problem if table is None else replace(problem, len_k=table.shape[1] * k_cache.shape[2])
 
 
-@torch.library.custom_op(
-    "flashattn_lite::attention_decode",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table, Tensor? sinks, "
-    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str backend) "
-    "-> (Tensor, Tensor)",
-)
-def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
+def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, but for values that the door could not read."""
     _, k_cache, _, kv_lens, table, _, _, left, right, *_ = args
     arguments.check_window((left, right))
@@ -119,10 +112,19 @@ def attention_decode_op(*args: Any) -> tuple[Tensor, Tensor]:
     return _run(_prepared(*args), args[:TENSORS])
 
 
-@attention_decode_op.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
+def _shapes(*args: Any) -> tuple[Tensor, Tensor]:
     inputs, problem = problem_of(*args[:-1])
     return calls.allocate(problem, inputs)
+
+
+attention_decode_op = operators.define(
+    "attention_decode",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table, Tensor? sinks, "
+    "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, str backend) "
+    "-> (Tensor, Tensor)",
+    _decode,
+    _shapes,
+)
 
 
 def _prepared(*args: Any) -> Ready:
@@ -142,15 +144,15 @@ def _run(ready: Ready, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(*_: Any) -> None:
+def _backward(*_: Any) -> Any:
     raise NotImplementedError(
         "attention_decode: has no gradient; got a backward pass through it. Call attention(q, k, v, kv_lens=...), "
         "which has one, or decode under torch.no_grad()."
     )
 
 
-attention_decode_op.register_autograd(_backward)
-attention_decode_op.register_vmap(functools.partial(ops.one_by_one, attention_decode_op))
+operators.derive(attention_decode_op, lambda *_: None, _backward, _backward)
+operators.one_by_one(attention_decode_op)
 
 
 def attention_decode(
@@ -219,8 +221,6 @@ def attention_decode(
     done = _recall(tensors, given)
     if done is None:
         options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
-        if calls.under_grad() and calls.recorded(tensors):  # which would ask for the op's derivative at once
-            _backward()
         done = _at_once(tensors, given, (*options, backend))
         if done is None:
             flops.teach()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_lite import calls, flops
+from flashattn_lite import calls, flops, operators
 from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
@@ -30,14 +28,21 @@ def longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
-@torch.library.custom_op(
-    "flashattn_lite::attention", mutates_args=(), schema=f"({TENSORS}, {OPTIONS}, str backend) -> (Tensor, Tensor)"
-)
-def attention(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
     check_values(args)
     *given, backend = args
     return calls.attention((*measured(given), backend))
+
+
+def _shapes(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, problem = problem_of(args[:-1])
+    return allocate(problem, inputs)
+
+
+attention = operators.define(
+    "attention", f"({TENSORS}, {OPTIONS}, str backend) -> (Tensor, Tensor)", _attention, _shapes
+)
 
 
 def measured(given: list[Any]) -> tuple[Any, ...]:
@@ -73,9 +78,9 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         whole = as_int(given[at])
         given[at] = max(-(2**62), min(2**62, whole)) if isinstance(whole, int) else whole
     args = tuple(given)  # a kernel would take an int for another type of argument
-    if not calls.ordinary(args):  # torch.func.grad and its kin don't take an op's derivative
+    if not calls.ordinary(args):
         flops.teach()
-        return Transformed.apply(*args) if calls.under_grad() else attention(*args)
+        return attention(*args)
     ready = calls.prepared(args)
     done = _direct(ready, args)
     ready.trusted = True
@@ -101,88 +106,12 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: calls.Ready, *args: Any) -> tuple[Tensor, Tensor]:
         done = calls.run(ready, args)
-        ctx.set_materialize_grads(False)
         _save(ctx, args, done)
         return done
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_gradients(ctx, ctx.needs_input_grad[1:], d_out, d_lse)
-
-
-class Transformed(torch.autograd.Function):
-    """The op under torch.func.grad and its kin, where each transform inside the outermost one decides anew."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        check_values(args)
-        return call(args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        _save(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, d_out, d_lse)
-
-    @staticmethod
-    def jvp(*_: Any) -> None:
-        _no_forward_mode()
-
-    @staticmethod
-    def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return one_by_one(Transformed.apply, *args)
-
-
-class Derivative(torch.autograd.Function):
-    """The op of the gradients under torch.func.grad and its kin."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(derivative(*args))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        _no_second_derivative()
-
-    @staticmethod
-    def jvp(*_: Any) -> None:
-        _no_forward_mode()
-
-    @staticmethod
-    def vmap(*args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return one_by_one(Derivative.apply, *args)
-
-
-def one_by_one(
-    function: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[int | None, ...], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The rule under torch.vmap: a call for each, their results stacked."""
-    if info.batch_size == 0:
-        shapes = function(*(_without(x, dim) for x, dim in zip(args, in_dims, strict=True)))
-        device = next(x.device for x in args if isinstance(x, Tensor))
-        outs = tuple(torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in shapes)
-        return outs, (0,) * len(outs)
-    each = [
-        function(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    outs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
-    return outs, (0,) * len(outs)
-
-
-def _without(x: Any, dim: int | None) -> Any:
-    """A tensor of no memory, with x's shape but for a dim."""
-    if not isinstance(x, Tensor):
-        return x
-    shape = [size for i, size in enumerate(x.shape) if i != dim]
-    return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
 def _no_second_derivative(*_: Any) -> None:
@@ -192,40 +121,21 @@ def _no_second_derivative(*_: Any) -> None:
     )
 
 
-def _no_forward_mode() -> None:
+def _no_forward_mode(*_: Any) -> None:
     raise NotImplementedError(
         "attention: forward-mode derivatives are not implemented; got one inside of another transform (a Hessian). "
         "Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
     )
 
 
-def derivative(*args: Any) -> tuple[Tensor, ...]:
-    """`attention_backward`, whatever transforms it."""
-    flops.teach()
-    return Derivative.apply(*args) if calls.under_grad() else attention_backward(*args)
-
-
-@attention.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, problem = problem_of(args[:-1])
-    return allocate(problem, inputs)
-
-
-@torch.library.custom_op(
-    "flashattn_lite::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def attention_backward(*args: Any) -> tuple[Tensor, ...]:
+def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, mask and sinks; an empty tensor where one is not needed."""
     d_out, d_lse, out, lse, *rest, needs = args
     grads = calls.gradients(d_out, d_lse, out, lse, *measured(rest), needs)
     return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
 
-@attention_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
+def _shapes_backward(*args: Any) -> tuple[Tensor, ...]:
     d_out, _, _, _, *rest, needs = args
     inputs, _ = problem_of(tuple(rest))
     return tuple(
@@ -234,13 +144,19 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
+attention_backward = operators.define(
+    "attention_backward",
+    f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _shapes_backward,
+)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
     ctx.options = inputs[NUM_TENSORS:-1]
-
-
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, ctx.needs_input_grad, d_out, d_lse)
 
 
 def _gradients(
@@ -254,12 +170,14 @@ def _gradients(
     results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
     # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
     alone = not torch.is_grad_enabled() and calls.ordinary((*call, None)) and calls.plain(results, ())
-    grads = (calls.gradients if alone else derivative)(*results, *call, needs)
+    if not alone:
+        flops.teach()
+    grads = (calls.gradients if alone else attention_backward)(*results, *call, needs)
     returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return (*returned, *(None for _ in asked[DIFFERENTIABLE:]))
 
 
-attention.register_autograd(_backward, setup_context=_save)
-attention.register_vmap(functools.partial(one_by_one, attention))
-attention_backward.register_autograd(_no_second_derivative)
-attention_backward.register_vmap(functools.partial(one_by_one, attention_backward))
+operators.derive(attention, _save, _gradients, _no_forward_mode)
+operators.derive(attention_backward, lambda *_: None, _no_second_derivative, _no_forward_mode)
+operators.one_by_one(attention)
+operators.one_by_one(attention_backward)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import softmax_tiled, state
+from flashattn_lite import operators, softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
-from flashattn_lite.calls import remember, under_grad, watched
+from flashattn_lite.calls import remember, watched
 from flashattn_lite.errors import show, type_error, value_error
 from flashattn_lite.scalars import as_int, is_int
 
@@ -59,7 +59,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
         ready(x, y)
         return y
     dim = _checked_dim(x, dim)
-    return _softmax(x, dim) if x.dim() else _softmax(x.unsqueeze(0), 0).squeeze(0)
+    return _softmax_op(x, dim) if x.dim() else _softmax_op(x.unsqueeze(0), 0).squeeze(0)
 
 
 def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
@@ -97,7 +97,7 @@ def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
         ready(x, m, l_sum)
         return m, l_sum
     dim = _checked_dim(x, dim)
-    return _stats(x, dim) if x.dim() else _stats(x.unsqueeze(0), 0)
+    return _stats_op(x, dim) if x.dim() else _stats_op(x.unsqueeze(0), 0)
 
 
 def merge_softmax_stats(a: Stats, b: Stats) -> Stats:
@@ -209,8 +209,7 @@ def runs_triton(x: Tensor) -> bool:
     return x.dtype != torch.float64 and not target.triton and (x.is_cuda or target.interpreting)
 
 
-@torch.library.custom_op("flashattn_lite::online_softmax", mutates_args=())
-def _softmax_op(x: Tensor, dim: int) -> Tensor:
+def _softmax(x: Tensor, dim: int) -> Tensor:
     y = torch.empty_like(x)
     if y.numel() == 0:
         return y
@@ -223,8 +222,7 @@ def _softmax_op(x: Tensor, dim: int) -> Tensor:
     return y
 
 
-@torch.library.custom_op("flashattn_lite::softmax_stats", mutates_args=())
-def _stats_op(x: Tensor, dim: int) -> Stats:
+def _stats(x: Tensor, dim: int) -> Stats:
     m, l_sum = _stats_like(x, dim)
     if x.numel() == 0:  # no rows, or rows of nothing
         return m.fill_(state.EMPTY_M), l_sum.fill_(state.EMPTY_L)
@@ -243,8 +241,10 @@ def _stats_like(x: Tensor, dim: int) -> Stats:
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
-_softmax_op.register_fake(lambda x, dim: torch.empty_like(x))
-_stats_op.register_fake(_stats_like)
+_softmax_op = operators.define(
+    "online_softmax", "(Tensor x, SymInt dim) -> Tensor", _softmax, lambda x, dim: torch.empty_like(x)
+)
+_stats_op = operators.define("softmax_stats", "(Tensor x, SymInt dim) -> (Tensor, Tensor)", _stats, _stats_like)
 
 
 def _softmax_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -252,7 +252,7 @@ def _softmax_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None
     ctx.save_for_backward(output)
 
 
-def _softmax_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+def _softmax_backward(ctx: Any, _: Any, d_y: Tensor) -> tuple[Tensor, None]:
     """dx = y (dy - sum(y dy))."""
     (y,) = ctx.saved_tensors
     return torch.ops.aten._softmax_backward_data(d_y, y, ctx.dim, y.dtype), None
@@ -263,7 +263,7 @@ def _stats_setup(ctx: Any, inputs: tuple[Tensor, int], output: Stats) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def _stats_backward(ctx: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
+def _stats_backward(ctx: Any, _: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
     """With p = exp(x - m): dx = dl p, and the maxima share dm - dl l, because l falls by l where m rises by 1."""
     (x,) = ctx.saved_tensors
     if x.shape[ctx.dim] == 0:
@@ -277,11 +277,7 @@ def _stats_backward(ctx: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor, None]:
     return (d_l * p + torch.where(at_top, share, 0.0)).to(x.dtype), None
 
 
-_softmax_op.register_autograd(_softmax_backward, setup_context=_softmax_setup)
-_stats_op.register_autograd(_stats_backward, setup_context=_stats_setup)
-
-
-def _no_jvp(ctx: Any, *_: Any) -> Any:
+def _no_jvp(*_: Any) -> Any:
     """A tangent below other transforms, where the door does not see it."""
     raise NotImplementedError(
         "x: forward-mode derivatives are not implemented; got one inside of another transform (torch.func.hessian, "
@@ -289,34 +285,11 @@ def _no_jvp(ctx: Any, *_: Any) -> Any:
     )
 
 
-class SoftmaxNode(torch.autograd.Function):
-    """The op and its gradient for torch.func.grad and its kin, which do not take an op's derivative."""
-
-    forward = staticmethod(lambda x, dim: _softmax(x, dim))
-    setup_context = staticmethod(_softmax_setup)
-    backward = staticmethod(_softmax_backward)
-    vmap = staticmethod(lambda info, in_dims, x, dim: (_softmax(x.movedim(in_dims[0], 0), dim + 1), 0))
-    jvp = staticmethod(_no_jvp)
-
-
-class StatsNode(torch.autograd.Function):
-    """As SoftmaxNode."""
-
-    forward = staticmethod(lambda x, dim: _stats(x, dim))
-    setup_context = staticmethod(_stats_setup)
-    backward = staticmethod(_stats_backward)
-    vmap = staticmethod(lambda info, in_dims, x, dim: (_stats(x.movedim(in_dims[0], 0), dim + 1), (0, 0)))
-    jvp = staticmethod(_no_jvp)
-
-
-def _softmax(x: Tensor, dim: int) -> Tensor:
-    """The op, or its node under torch.func.grad; dim counts from 0."""
-    return SoftmaxNode.apply(x, dim) if under_grad() else _softmax_op(x, dim)
-
-
-def _stats(x: Tensor, dim: int) -> Stats:
-    return StatsNode.apply(x, dim) if under_grad() else _stats_op(x, dim)
-
-
-_softmax_op.register_vmap(SoftmaxNode.vmap)
-_stats_op.register_vmap(StatsNode.vmap)
+operators.derive(_softmax_op, _softmax_setup, _softmax_backward, _no_jvp)
+operators.derive(_stats_op, _stats_setup, _stats_backward, _no_jvp)
+torch.library.register_vmap(
+    _softmax_op, lambda info, in_dims, x, dim: (_softmax_op(x.movedim(in_dims[0], 0), dim + 1), 0)
+)
+torch.library.register_vmap(
+    _stats_op, lambda info, in_dims, x, dim: (_stats_op(x.movedim(in_dims[0], 0), dim + 1), (0, 0))
+)

@@ -158,3 +158,33 @@ def test_function_transforms(causal):
         torch.func.hessian(lambda q: loss(q, k[0], v[0]))(q[0])
     with pytest.raises(NotImplementedError, match="q: forward-mode"):
         torch.func.jacfwd(loss)(q[0], k[0], v[0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: fa.attention(x, x, x, causal=True),
+        lambda x: fa.scaled_dot_product_attention(x[0], x[0], x[0])[None],
+        fa.online_softmax,
+        lambda x: fa.softmax_stats(x)[1],
+    ],
+    ids=["attention", "sdpa", "softmax", "stats"],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).square().sum()),
+        lambda f: lambda x: torch.func.vjp(f, x)[1](f(x))[0],
+        torch.func.jacrev,
+        lambda f: torch.vmap(torch.func.grad(lambda x: f(x[None]).square().sum())),
+        lambda f: torch.func.grad(lambda x: torch.vmap(lambda x: f(x[None]))(x).square().sum()),
+    ],
+    ids=["grad", "vjp", "jacrev", "vmap of grad", "grad of vmap"],
+)
+def test_function_transforms_inside_of_compiled_code(function, transform):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 4, 8)
+    change = transform(function)
+    compiled = torch.compile(change, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), change(x))
+    torch.testing.assert_close(compiled(x + 1), change(x + 1))

@@ -1,0 +1,94 @@
+"""Our ops as torch's dispatcher knows them: one node each to autograd, torch.func, vmap, compilers and tracers.
+
+As torch.library.custom_op makes them, but for the derivative: that one's is a Function which torch.func refuses, inside
+of compiled code too. Here it is a Function of a single level of transforms, which is where the dispatcher asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.autograd.function import _SingleLevelFunction
+
+NAMESPACE = "flashattn_lite"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+Results = tuple[Tensor, ...]
+
+
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The op `flashattn_lite::name` without a derivative. `run`: its results, fresh tensors; `fake`: their shapes."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_tangents: Callable[..., Any]) -> None:
+    """Gives an op its derivative.
+
+    save(ctx, arguments, results); backward(ctx, needs, *gradients of the results) gives those of all arguments, of
+    which `needs` says by place whether one is needed; no_tangents raises what a forward-mode derivative gets.
+    """
+
+    class Node(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            # Inside of a Function derivatives are switched off, but torch.func's other levels still want theirs.
+            nested = torch._C._are_functorch_transforms_active()
+            with torch.set_grad_enabled(nested), _set_fwd_grad_enabled(nested):
+                results = below(args)
+            save(ctx, args, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx, ctx.needs_input_grad, *gradients)
+
+        jvp = staticmethod(no_tangents)
+
+    def below(args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def dispatched(*args: Any) -> Any:
+        if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args):
+            no_tangents()
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(args)
+        with enable_single_level_autograd_function():
+            return Node.apply(*args)  # type: ignore[attr-defined]
+
+    _library.impl(op._schema.name.removeprefix(f"{NAMESPACE}::"), dispatched, "Autograd")
+
+
+def one_by_one(op: Any) -> None:
+    """Gives an op its rule under torch.vmap: a call for each, their results stacked."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Results, tuple[int, ...]]:
+        pairs = list(zip(args, in_dims, strict=True))
+        if info.batch_size == 0:
+            shapes = op(*(_without(x, dim) for x, dim in pairs))
+            device = next(x.device for x in args if isinstance(x, Tensor))
+            outs = tuple(torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in shapes)
+            return outs, (0,) * len(outs)
+        each = [
+            op(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in pairs)) for i in range(info.batch_size)
+        ]
+        outs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return outs, (0,) * len(outs)
+
+    torch.library.register_vmap(op, rule, lib=_library)
+
+
+def _without(x: Any, dim: int | None) -> Any:
+    """A tensor of no memory, with x's shape but for a dim."""
+    if not isinstance(x, Tensor):
+        return x
+    shape = [size for i, size in enumerate(x.shape) if i != dim]
+    return torch.empty(shape, dtype=x.dtype, device="meta")

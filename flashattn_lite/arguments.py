@@ -51,13 +51,13 @@ def check_no_tangent(**tensors: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(one_of(x)).tangent is not None:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(unbatched(x)).tangent is not None:
             remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or torch's own function here."
             raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
 
 
-def one_of(x: Tensor) -> Tensor:
-    """What torch.vmap maps over, which can't be asked whether it has a tangent; else x."""
+def unbatched(x: Tensor) -> Tensor:
+    """What torch.vmap maps over, since its stand-in can't be asked whether it has a tangent; else x."""
     try:
         while torch._C._functorch.is_batchedtensor(x):
             x = torch._C._functorch.get_unwrapped(x)

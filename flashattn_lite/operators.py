@@ -57,6 +57,7 @@ def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_t
             return op(*args)
 
     def dispatched(*args: Any) -> Any:
+        # The door sees those of its own level; here come those of transforms around it, without requires_grad too.
         if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args):
             no_tangents()
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):

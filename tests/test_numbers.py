@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.reference import attention_reference
 
 
@@ -60,9 +61,12 @@ def test_a_visible_key_of_score_minus_infinity_keeps_its_value(device: torch.dev
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-46, 1e-50])
 def test_a_scale_that_float32_does_not_hold(scale, device):
-    """It is 0 in a kernel: a score that is hidden is not multiplied by it."""
+    """It is 0 in a kernel, where a hidden score must not meet it. Only a GPU rounds it; elsewhere the choice shows."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 40, 16, device=device) for _ in range(3))
+    none = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))
+    assert not describe(Inputs(q, k, v), causal=True, scale=scale, **none).features.positive_scale
+    assert describe(Inputs(q, k, v), causal=True, scale=1e-30, **none).features.positive_scale
     for options in ({"causal": True}, {"causal": True, "softcap": 1.0}):
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, want = (fa.attention(*leaves, scale=x, **options) for x in (scale, 0.0))

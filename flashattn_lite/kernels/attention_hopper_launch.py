@@ -172,17 +172,18 @@ class Call:
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
-        states, behind = (lse, lse, out), None
+        states, follows = (lse, lse, out), None
         if self.merge:
             states = self.merge.states(out)
-            behind = self.merge.start, self.merge.arguments(inputs, out, lse, states)
+            follows = self.merge.start, self.merge.arguments(inputs, out, lse, states)
         elif self.uncovered:
-            behind = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
+            follows = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
         lent = self.lend(inputs, out)
         self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
-        if behind:
-            behind[0](behind[1])
+        if follows:
+            start, args = follows
+            start(args)
 
 
 def plan(

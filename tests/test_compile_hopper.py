@@ -217,9 +217,9 @@ def test_problems_that_it_leaves_to_others(changes, words):
         lambda x: torch.empty(1, 2, 64, 63, dtype=x.dtype),
         lambda x: torch.empty(1, 2, 64, 72, dtype=x.dtype)[..., 1:65],
         lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-        lambda x: x[:, :1].expand(1, 2, 64, 64),
+        lambda x: torch.empty(1, 2 * 64 * 64 + 4, dtype=x.dtype)[:, 4:].view_as(x),
     ],
-    ids=["row length", "address", "columns first", "a stride of 0"],
+    ids=["row length", "address", "columns first", "a batch entry's step"],
 )
 def test_tensors_that_it_can_not_copy_are_named(spoil):
     inputs, problem = problem_with()
@@ -227,6 +227,8 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
     (reason,) = attention_hopper_launch.why_not(problem, inputs._replace(k=spoil(inputs.k)))
     assert "whole 16-byte pieces" in reason
     assert ": k of head dim" in reason
+    for k in (inputs.k[:, :1].expand_as(inputs.k), inputs.k[:1].as_strided((1, 2, 64, 64), (1, 64 * 64, 64, 1))):
+        assert attention_hopper_launch.why_not(problem, inputs._replace(k=k)) == []
 
 
 @pytest.mark.parametrize(

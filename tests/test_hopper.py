@@ -15,6 +15,7 @@ import flashattn_lite as fa
 from flashattn_lite import calls
 from flashattn_lite.errors import BackendError
 from flashattn_lite.kernels import tuning_hopper
+from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, check, check_packed
 
@@ -26,7 +27,9 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def in_pieces(x: Tensor) -> Tensor:
-    """x with zeros after its head dim, up to the 16-byte pieces that the kernel takes."""
+    """x as it lies if the kernel takes that; else with zeros after its head dim, up to whole 16-byte pieces."""
+    if x.shape[-1] % 8 == 0 and takes_tma(x):
+        return x
     return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()
 
 
@@ -71,6 +74,21 @@ def test_law(law: Any, seed: int, hopper_device: torch.device) -> None:
     sizes = {"max_batch": 2, "max_heads": 4, "max_len": 300, "max_dim": 256}
     check(hopper(fa.attention, copied=seed == 1), laws=[law], n=PROBLEMS[hopper_device.type], seed=SEED + seed,
           device=hopper_device, dtypes=HALVES, **sizes)  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("over", ["the batch", "heads", "both"])
+def test_tensors_that_are_expanded(over, hopper_device):
+    """Steps of 0 are taken as they are: the bits are those of copies that lie side by side."""
+    torch.manual_seed(0)
+    one = [1 if over != "heads" else 2, 1 if over != "the batch" else 2]
+    q = torch.randn(2, 4, 130, 64, device=hopper_device, dtype=torch.bfloat16)
+    k, v = (torch.randn(*one, 300, 64, device=hopper_device, dtype=q.dtype).expand(2, 2, -1, -1) for _ in range(2))
+    assert 0 in k.stride()
+    options = {"causal": True, "return_lse": True, "backend": "hopper"}
+    assert all(map(torch.equal, fa.attention(q, k, v, **options), fa.attention(q, k.clone(), v.clone(), **options)))
+    q = q[:1, :1].expand(2, 4, -1, -1)
+    assert all(map(torch.equal, fa.attention(q, k, v, **options), fa.attention(q.clone(), k, v, **options)))
 
 
 @pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)

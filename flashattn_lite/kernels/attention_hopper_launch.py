@@ -243,10 +243,8 @@ def by_group(x: Tensor, group: int, block: list[int], packed: bool) -> TensorDes
 
 def by_tma(mask: Tensor) -> bool:
     """Whether the copy engine takes tiles of an expanded mask [B, Hq, L, S] whose rows differ."""
-    step_b, step_h, step_m, step_n = mask_strides(mask)
-    steps = [step for step in (step_b, step_h, step_m) if step]
-    whole = all(0 < step * mask.element_size() < 2**40 and step * mask.element_size() % 16 == 0 for step in steps)
-    return whole and step_m != 0 and step_n == 1 and mask.data_ptr() % 16 == 0 and mask.dtype in DTYPES
+    _, _, step_m, step_n = mask_strides(mask)
+    return takes_tma(mask) and step_m != 0 and step_n == 1 and mask.dtype in DTYPES
 
 
 def of_mask(mask: Tensor, tile: HopperTile) -> TensorDescriptor:

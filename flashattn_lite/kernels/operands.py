@@ -58,10 +58,18 @@ def sizes(x: Tensor, packed: bool) -> list[int]:
     return [1, x.shape[1], x.shape[0], x.shape[2]] if packed else list(x.shape)
 
 
+def steps(x: Tensor) -> list[int]:
+    """Strides of all dimensions but the last, with those that lead from a dimension's only entry to the next one's.
+
+    So that a sequence or head, alone, gets the code that it gets among its neighbours: another may sum in another
+    order. But a step of one element, as DLPack gives to such dimensions, leads nowhere.
+    """
+    return [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1 or stride != 1]
+
+
 def vectorised(x: Tensor) -> bool:
     """Every row starts at a multiple of 16 bytes and is a whole number of them."""
-    steps = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    whole = all(size * x.element_size() % 16 == 0 for size in (*steps, x.shape[-1]))
+    whole = all(size * x.element_size() % 16 == 0 for size in (*steps(x), x.shape[-1]))
     return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
 
 
@@ -90,23 +98,25 @@ def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int
     """Keys of a mask that one load may take: a power of two up to `most`.
 
     So many lie side by side, and divide the number of keys and the address of every row. Strides along dimensions of
-    one entry count too: one sequence of a batch gets the code of the batch, since another may sum in another order.
+    one entry count too, as in `steps`.
     """
     keys = most
     if mask is not None:
         mask, itemsize = expanded_mask(problem, mask), mask.element_size()
-        steps = (*mask.stride()[:-1], mask.shape[-1])
+        divided = (*mask.stride()[:-1], mask.shape[-1])
         while keys > 1 and mask.stride(-1) == 1:
-            if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in steps):
+            if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in divided):
                 return keys
             keys //= 2
     return 1
 
 
 def takes_tma(x: Tensor) -> bool:
-    """The tensor copy engine takes rows of contiguous elements at 16-byte addresses, and no empty tensor."""
-    outer = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    aligned = all(0 < stride * x.element_size() < 2**40 and stride * x.element_size() % 16 == 0 for stride in outer)
+    """The tensor copy engine takes rows of contiguous elements at 16-byte addresses, and no empty tensor.
+
+    Steps of 0 too: what is expanded over a batch or over heads.
+    """
+    aligned = all(0 <= step * x.element_size() < 2**40 and step * x.element_size() % 16 == 0 for step in steps(x))
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 

@@ -70,8 +70,8 @@ def _cases(
     options = draw(_options(features, len_q, len_k))
     mask_plan = draw(_mask_plan()) if "mask" in features and draw(st.booleans()) else None
     layouts = [draw(st.sampled_from(LAYOUTS)) if "strides" in features else LAYOUTS[0] for _ in range(4)]
-    shared = "strides" in features and draw(st.integers(0, 7)) == 0
-    poison = draw(st.sampled_from((None, math.nan, math.inf))) if "poison" in features and not shared else None
+    shared = draw(st.integers(0, 7)) if "strides" in features else 7  # 0: one cache for the batch, 1: for all heads
+    poison = draw(st.sampled_from((None, math.nan, math.inf))) if "poison" in features and shared > 1 else None
 
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads_q, len_q, dim, generator=rng)
@@ -82,8 +82,8 @@ def _cases(
     case = Case(q, k, v, **options, mask=mask, seed=seed)
     if poison is not None:
         case = poison_unseen(case, poison)
-    if shared and batch:
-        case = case.map_kv(lambda x: x[:1].expand(batch, -1, -1, -1))  # one cache for all: stride 0
+    if shared <= 1 and batch:
+        case = case.map_kv(lambda x: x.narrow(shared, 0, 1).expand_as(x))  # stride 0
     else:
         case = case.replace(k=lay_out(case.k, layouts[1]), v=lay_out(case.v, layouts[2]))
     case = case.replace(q=lay_out(case.q, layouts[0]), mask=None if mask is None else lay_out(mask, layouts[3]))

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from flashattn_lite.testing.case import Case
 
-LAYOUTS = ("contiguous", "rows before heads", "slice of a longer tensor", "padded rows", "every other element")
+LAYOUTS = (
+    "contiguous",
+    "rows before heads",
+    "slice of a longer tensor",
+    "padded rows",
+    "every other element",
+    "padded entries",  # of the first dimension
+)
 NUMBERS = ("normal", "large logits", "extreme", "subnormal", "constant rows", "one outlier", "one NaN query")
 
 
@@ -66,6 +73,8 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     """The same numbers at other strides. Memory between them holds NaN (in bool masks True): a stray read shows."""
     if layout == "rows before heads" and x.dim() >= 3:
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "padded entries" and x.dim() >= 2:
+        return lay_out(x.reshape(x.shape[0], math.prod(x.shape[1:])), "padded rows").unflatten(1, x.shape[1:])
     grow, take = [0, 0], [slice(None), slice(None)]
     if layout == "slice of a longer tensor" and x.dim() >= 2:
         grow, take = [3, 0], [slice(1, x.shape[-2] + 1), slice(None)]

@@ -1,0 +1,43 @@
+"""What the launchers ask of strides and addresses: a sequence or head alone is told from none among others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn_lite.kernels.operands import takes_tma, vectorised
+from flashattn_lite.testing.tensors import LAYOUTS, lay_out
+
+HALF = torch.bfloat16
+
+
+def room(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=HALF)
+
+
+# Tensors [2, 3, 5, 64], and whether the copy engine takes them.
+TENSORS = {
+    **{layout: (lambda layout=layout: lay_out(room(2, 3, 5, 64), layout)) for layout in LAYOUTS},
+    "one for the batch": lambda: room(1, 3, 5, 64).expand(2, -1, -1, -1),
+    "one for all heads": lambda: room(2, 1, 5, 64).expand(-1, 3, -1, -1),
+    "behind an odd address": lambda: room(2 * 3 * 5 * 64 + 4)[4:].view(2, 3, 5, 64),
+    "entries eight bytes apart": lambda: room(2, 3 * 5 * 64 + 4)[:, 4:].view(2, 3, 5, 64),
+}
+TAKEN = {"contiguous", "rows before heads", "slice of a longer tensor", "one for the batch", "one for all heads"}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("asked", [takes_tma, vectorised])
+def test_an_entry_alone_is_taken_as_among_the_others(name, asked):
+    """A slice of a batch or of heads has that batch's steps: another kernel would give it other bits."""
+    x = TENSORS[name]()
+    assert asked(x) == (name in TAKEN)
+    for alone in (*x.split(1, 0), *x.split(1, 1), x[:1, :1]):
+        assert asked(alone) == asked(x)
+
+
+@pytest.mark.parametrize("asked", [takes_tma, vectorised])
+def test_a_step_of_one_element_leads_nowhere(asked):
+    """DLPack gives it to dimensions of one entry."""
+    assert asked(room(1, 1, 5, 64).as_strided((1, 1, 5, 64), (1, 1, 64, 1)))
+    assert not asked(room(2, 1, 5, 64).as_strided((2, 1, 5, 64), (1, 1, 64, 1)))

@@ -5,7 +5,8 @@ python -m benchmarks.search --run [--device cuda] ...
 
 The first needs no GPU: it compiles what a launch on sm_90 would take, the Hopper kernel, the portable one and the
 backward's, past Triton's cache, and looks for `benchmarks.mistakes`. With --run each problem is computed, forward and
-backward, and held to the definition in float64 (`flashattn_lite.testing.laws`). Exits with 1 if anything was found.
+backward, from tensors that lie in any way, and held to the definition in float64 and to one more law by chance
+(`flashattn_lite.testing.ALL_LAWS`). Exits with 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import flashattn_lite as fa
 from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_plan, attention_problem, compiled
 from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch
-from flashattn_lite.testing import Case
+from flashattn_lite.testing import ALL_LAWS, Case
 from flashattn_lite.testing.laws import gradients_match_autograd, matches_oracle
+from flashattn_lite.testing.tensors import LAYOUTS, lay_out
 
 GPU = "sm_90"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,10 +83,16 @@ def case_of(
     return Case(normal(2, 4, 70, dim), normal(2, 2, rows, dim), normal(2, 2, rows, dim_v), seed=seed, **options)
 
 
-def wrong(case: Case, backend: str) -> list[str]:
-    """What the laws say of a problem that was computed."""
+def laid_out(case: Case, layouts: Sequence[str]) -> Case:
+    """With q, k and v as three of LAYOUTS."""
+    q, k, v = (lay_out(x, layout) for x, layout in zip((case.q, case.k, case.v), layouts, strict=True))
+    return case.replace(q=q, k=k, v=v)
+
+
+def wrong(case: Case, backend: str, one_more: Any) -> list[str]:
+    """What the definition and a law say of a problem that was computed."""
     found = []
-    for law in (matches_oracle, gradients_match_autograd):
+    for law in (matches_oracle, gradients_match_autograd, one_more):
         try:
             law(functools.partial(fa.attention, backend=backend), case)
         except Exception as error:
@@ -115,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     continue
                 backend = draw.choice(("auto", "triton")) if options.device == "cuda" else "auto"
                 seed = draw.randrange(1 << 30)
-                results = [wrong(case_of(*problem, seed, options.device), backend)]
+                case = laid_out(case_of(*problem, seed, options.device), draw.choices(LAYOUTS, k=3))
+                results = [wrong(case, backend, draw.choice(ALL_LAWS))]
             else:
                 results = [mistakes(kernel) for kernel in draw.choice((forward, backward))(*problem)]
             count += len(results)

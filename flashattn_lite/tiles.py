@@ -262,8 +262,19 @@ def operand(x: Tensor, dtype: torch.dtype, slots: int = 0) -> Tensor:
     """[slots, rows, columns] as an operand of a product: cast, columns padded with zeros to ALIGN.
 
     Where `slots` asks for two, a lone slot is doubled (a batch of one runs another algorithm, with other bits), and
-    columns that lie apart are brought together: torch would do it too, but otherwise for one slot than for more.
+    what is not `in_line` is copied.
     """
     x = F.pad(x.to(dtype), (0, -x.shape[-1] % ALIGN)) if x.shape[-1] % ALIGN else x.to(dtype)
-    x = x.contiguous() if slots and x.stride(-1) != 1 else x
+    x = x.clone(memory_format=torch.contiguous_format) if slots and not in_line(x) else x
     return x.expand(slots, -1, -1) if x.shape[0] < slots else x
+
+
+def in_line(x: Tensor) -> bool:
+    """Columns side by side, every row at a multiple of ALIGN columns.
+
+    Else where operands lie shows in the bits, and one slot is a view where many are a copy: torch makes one of columns
+    that lie apart, and `keys` of slots that have no one step.
+    """
+    steps = (step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    aligned = x.data_ptr() % (ALIGN * x.element_size()) == 0
+    return x.stride(-1) == 1 and aligned and all(step % ALIGN == 0 for step in steps)

@@ -85,7 +85,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     if grow == [0, 0]:
         return x.contiguous()
     shape = (*x.shape[:-2], x.shape[-2] + grow[0], x.shape[-1] + grow[1])
-    room = torch.full(shape, True if x.dtype == torch.bool else math.nan, dtype=x.dtype)
+    room = torch.full(shape, True if x.dtype == torch.bool else math.nan, dtype=x.dtype, device=x.device)
     view = room[..., take[0], take[1]]
     view.copy_(x)
     return view

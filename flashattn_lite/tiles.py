@@ -261,8 +261,8 @@ class RowTile:
 def operand(x: Tensor, dtype: torch.dtype, slots: int = 0) -> Tensor:
     """[slots, rows, columns] as an operand of a product: cast, columns padded with zeros to ALIGN.
 
-    Where `slots` asks for two, a lone slot is doubled (a batch of one runs another algorithm, with other bits), and
-    what is not `in_line` is copied.
+    Where `slots` asks for some, what is not `in_line` is copied; where for two, a lone slot is doubled (a batch of one
+    runs another algorithm, with other bits).
     """
     x = F.pad(x.to(dtype), (0, -x.shape[-1] % ALIGN)) if x.shape[-1] % ALIGN else x.to(dtype)
     x = x.clone(memory_format=torch.contiguous_format) if slots and not in_line(x) else x

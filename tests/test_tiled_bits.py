@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import flashattn_lite as fa
 from flashattn_lite.testing.tensors import lay_out
@@ -22,19 +24,28 @@ LAYOUTS = {
 }
 
 
+def result(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None) -> list[Tensor]:
+    """out, or the gradients of q, k and v."""
+    if d_out is None:
+        return [fa.attention(q, k, v, backend="tiled")]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return list(torch.autograd.grad(fa.attention(*leaves, backend="tiled"), leaves, d_out))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("laid", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_sequence_and_a_head_have_their_bits_however_they_lie(laid: str, dtype: torch.dtype) -> None:
+def test_a_sequence_and_a_head_have_their_bits_however_they_lie(laid, dtype, backward, monkeypatch):
     """A product of one slot must be that of many, and one of a view that of a copy."""
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        for _ in range(50):
-            heads, len_q, len_k = (int(torch.randint(1, most, ())) for most in (3, 60, 200))
-            dim = 8 * int(torch.randint(1, 20, ()))
-            q, k, v = (LAYOUTS[laid](2, heads, length, dim) for length in (len_q, len_k, len_k))
-            out = fa.attention(q, k, v, backend="tiled")
-            assert torch.equal(fa.attention(q[1:], k[1:], v[1:], backend="tiled"), out[1:])
-            assert torch.equal(fa.attention(q[:, :1], k[:, :1], v[:, :1], backend="tiled"), out[:, :1])
-    finally:
-        torch.set_default_dtype(torch.float32)
+    draw = torch.randn
+    monkeypatch.setattr(torch, "randn", functools.partial(draw, dtype=dtype))
+    for _ in range(15 if backward else 50):
+        heads, len_q, len_k = (int(torch.randint(1, most, ())) for most in (3, 60, 200))
+        dim = 8 * int(torch.randint(1, 20, ()))
+        q, k, v, d_out = (LAYOUTS[laid](2, heads, length, dim) for length in (len_q, len_k, len_k, len_q))
+        tensors = (q, k, v, d_out if backward else None)
+        whole = result(*tensors)
+        for alone in ((slice(1, 2),), (slice(None), slice(0, 1))):
+            of_one = result(*(x if x is None else x[alone] for x in tensors))
+            assert all(torch.equal(x[alone], one) for x, one in zip(whole, of_one, strict=True))

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.products import ALIGN, add_product_, operand, product
 from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import ALIGN, RowTile, Sequences, TileShape, as_written, fit, operand, sequences
-
-BLOCKED_ROWS = 16  # from so many on torch's product adds up blocks of keys first (MKL, AVX2)
+from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
 
 
 def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:
@@ -59,10 +58,9 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
             out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
             for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
                 acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
-                slots = tile.shape[0] * tile.shape[1]
-                result = acc[:slots, :, : problem.head_dim_v] * inv_l[:slots].unsqueeze(-1)
+                result = acc[..., : problem.head_dim_v] * inv_l.unsqueeze(-1)
                 tile.rows(out_rows).copy_(result.view(*tile.shape, -1))
-                tile.rows(lse_rows).copy_(lse_tile[:slots].view(tile.shape))
+                tile.rows(lse_rows).copy_(lse_tile.view(tile.shape))
 
 
 class RowPass:
@@ -73,9 +71,8 @@ class RowPass:
         self.seq, self.tile, self.buffer = seq, tile, buffer
         self.on_host = problem.device.type == "cpu"  # only there may the next step depend on a value
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
-        self.lone = 2 if self.on_host else 0
         factor = problem.scale * LOG2E if problem.softcap is None else 1.0
-        self.q = operand(tile.packed(seq.q).to(self.dtype) * factor, self.dtype, self.lone).contiguous()
+        self.q = operand(tile.packed(seq.q).to(self.dtype) * factor, self.dtype)
         self.acc_shape = (*self.q.shape[:2], -(-problem.head_dim_v // ALIGN) * ALIGN)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,14 +134,11 @@ class RowPass:
         return state.single(sinks.expand(self.q.shape[:2]))
 
     def keys(self, x: Tensor, n: slice) -> Tensor:
-        return operand(self.tile.keys(x, n), self.dtype, self.lone)
+        return operand(self.tile.keys(x, n), self.dtype)
 
     def scores(self, n: slice, whole: bool, finite: bool = False) -> Tensor:
         """[slots, rows, keys] in log2 units, -inf where invisible; `whole`: every pair is visible."""
-        slots, rows, _ = self.q.shape
-        width = n.stop - n.start
-        s = self.buffer[: slots * rows * width].view(slots, rows, width)
-        s = torch.bmm(self.q, self.keys(self.seq.k, n).mT, out=s)
+        s = product(self.q, self.keys(self.seq.k, n).mT, self.buffer)
         if (softcap := self.seq.problem.softcap) is not None:
             s = cap(s, self.seq.problem.scale, softcap)
         return s if whole else self.tile.hide_(s, n, finite)
@@ -153,8 +147,3 @@ class RowPass:
         """[slots, rows, keys] 1 where a pair is visible, whatever its score, else 0; as `like`, a tile of scores."""
         shown = torch.zeros_like(like)
         return torch.ones_like(like) if whole else (self.tile.hide_(shown, n) != -torch.inf).to(like.dtype)
-
-
-def add_product_(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-    """acc += p @ v. Of few rows torch adds key after key to what acc holds, whose low bits are lost: there apart."""
-    return acc.add_(torch.bmm(p, v)) if p.shape[1] < BLOCKED_ROWS else acc.baddbmm_(p, v)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
+from flashattn_lite.products import add_product_, operand, product
 from flashattn_lite.scores import to_log2
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, operand, sequences
+from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
 
 # Scores of one tile over all its slots: 4 MiB of float32, on a GPU 128 MiB (fewer launches).
 SCORES = {"cpu": 2**20, "cuda": 2**25}
@@ -88,7 +89,6 @@ class Chunk:
         self.wide = torch.promote_types(self.problem.dtype, torch.float32)
         # Operands of products: float32 on the CPU, the inputs' own dtype on a GPU, with float32 sums.
         self.narrow = self.wide if on_host else self.problem.dtype
-        self.in_line = 1 if on_host else 0  # slots that `operand` is asked for
         bad = ~(
             torch.isfinite(seq.k[self.tile.b, self.tile.h]).all(-1)
             & torch.isfinite(seq.v[self.tile.b, self.tile.h]).all(-1)
@@ -162,7 +162,7 @@ class Chunk:
         x = self.tile.keys(x, n)
         if not self.keys_are_clean:
             x = x.masked_fill(self.bad_keys[:, n].unsqueeze(-1), 0.0)
-        return operand(x, self.narrow, self.in_line)
+        return operand(x, self.narrow)
 
     def add_mask_gradient(self, tile: RowTile, ds: Tensor, n: slice) -> None:
         assert self.dmask is not None
@@ -209,7 +209,7 @@ class Rows:
             q, d_out_tile = (x.masked_fill(self.bad.unsqueeze(-1), 0.0) for x in (q, d_out_tile))
             self.lse = self.lse.masked_fill(self.bad, torch.inf)
             self.delta = delta.masked_fill(self.bad, 0.0)
-        self.q, self.d_out = (operand(x, chunk.narrow, chunk.in_line) for x in (q, d_out_tile))
+        self.q, self.d_out = (operand(x, chunk.narrow) for x in (q, d_out_tile))
 
     def coarse(self) -> Tensor | None:
         """[slots, rows] those whose lse, a float32, says m + log2 l less well than P needs it; None: there is none.
@@ -245,24 +245,3 @@ class Rows:
         """P of the sink; of a bad row what its lse says, which may be NaN."""
         p = state.exp2(self.sinks() - torch.where(self.bad, self.true_lse, self.lse))
         return p if self.inv_l is None else p * self.inv_l
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for each slot, summed and returned in float32 at least; a is rounded to b's dtype."""
-    if b.dtype.itemsize < 4:
-        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
-    return torch.bmm(*two_slots(a, b))[: a.shape[0]]
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if b.dtype.itemsize < 4:
-        total += product(a, b)
-    elif total.shape[0] == 1:
-        total.copy_(torch.baddbmm(*two_slots(total, a, b))[:1])
-    else:
-        total.baddbmm_(a, b)
-
-
-def two_slots(*operands: Tensor) -> tuple[Tensor, ...]:
-    """On the CPU a lone slot twice: of one, torch multiplies by another algorithm, with other bits."""
-    return tuple(x.expand(2, -1, -1) if x.shape[0] == 1 and x.device.type == "cpu" else x for x in operands)

@@ -10,13 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import add_mask, visible
-
-ALIGN = 8  # columns; in narrower steps the bits of a product depend on where its operands lie in memory (measured)
 
 
 def as_written(device: torch.device) -> AbstractContextManager[None]:
@@ -133,7 +130,7 @@ def fit(problem: AttentionProblem, len_q: int, len_k: int, *, scores: int, rows:
     """About rows * keys scores a slot, rows counted over the heads that share keys; as many slots as fill `scores`.
 
     Short queries take wider key tiles. So rows and keys are functions of len_q too, but never of the batch or of len_k.
-    On the CPU a product of one slot runs another algorithm, with other bits: two slots at least.
+    Two slots at least: on the CPU products take one twice (`products.two_slots`).
     """
     group = max(1, problem.group)
     rows_per_head = max(1, min(len_q, rows // group))
@@ -186,7 +183,7 @@ class RowTile:
         return x[self.b, self.h, n].flatten(0, 1)
 
     def grouped(self, s: Tensor) -> Tensor:
-        """[batch, heads_kv, G, rows, keys]: scores by head and row (batch 2 where a lone slot was doubled)."""
+        """[batch, heads_kv, G, rows, keys]: scores by head and row."""
         return s.view(-1, *self.shape[1:], s.shape[-1])
 
     def mask(self, mask: Tensor, n: slice) -> Tensor:
@@ -256,25 +253,3 @@ class RowTile:
         elif seen is not None:
             grouped.masked_fill_(~seen, -torch.inf)
         return s
-
-
-def operand(x: Tensor, dtype: torch.dtype, slots: int = 0) -> Tensor:
-    """[slots, rows, columns] as an operand of a product: cast, columns padded with zeros to ALIGN.
-
-    Where `slots` asks for some, what is not `in_line` is copied; where for two, a lone slot is doubled (a batch of one
-    runs another algorithm, with other bits).
-    """
-    x = F.pad(x.to(dtype), (0, -x.shape[-1] % ALIGN)) if x.shape[-1] % ALIGN else x.to(dtype)
-    x = x.clone(memory_format=torch.contiguous_format) if slots and not in_line(x) else x
-    return x.expand(slots, -1, -1) if x.shape[0] < slots else x
-
-
-def in_line(x: Tensor) -> bool:
-    """Columns side by side, every row at a multiple of ALIGN columns.
-
-    Else where operands lie shows in the bits, and one slot is a view where many are a copy: torch makes one of columns
-    that lie apart, and `keys` of slots that have no one step.
-    """
-    steps = (step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    aligned = x.data_ptr() % (ALIGN * x.element_size()) == 0
-    return x.stride(-1) == 1 and aligned and all(step % ALIGN == 0 for step in steps)

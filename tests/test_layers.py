@@ -15,7 +15,7 @@ PACKAGE = ROOT / "flashattn_lite"
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
     "errors problem scalars arguments arguments_decode arguments_varlen",
-    "state scores target operators tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
+    "state scores target operators products tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
+import random
 import statistics
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from benchmarks import attention, backward, host_time, packed, packed_providers, provenance, providers, tables
+import flashattn_lite as fa
+from benchmarks import attention, backward, host_time, packed, packed_providers, problems, provenance, providers, tables
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton compiles")
@@ -206,14 +209,36 @@ def test_a_result_is_checked_outside_of_its_providers_setting(monkeypatch):
     assert [subject.name for subject in found] == ["ours"] and not absent
 
 
-@needs_triton
-def test_the_search_holds_problems_to_the_definition(monkeypatch):
-    from benchmarks import search
+WRONG = {
+    "a hundredth off": (lambda call, q, k, v, **options: call(q, k, v * 1.01, **options),
+                        {"matches_oracle", "gradients_match_autograd"}),
+    "never twice the same": (lambda call, q, k, v, **options: call(q, k, v + 2e-7 * torch.rand(1), **options),
+                             {"repeats_have_the_same_bits", "batch_slot_is_irrelevant", "gradients_have_their_bits"}),
+    "by the batch": (lambda call, q, k, v, **options: call(q, k, v * (1 + 3e-7 * len(q)), **options),
+                     {"batch_slot_is_irrelevant", "gradients_have_their_bits"}),
+}  # fmt: skip
 
-    features = {"mask": "half", "sinks": True, "kv_lens": True, "causal": True}
-    case = search.case_of(8, 4, torch.float32, 64, features, seed=3, device="cpu")
-    assert search.wrong(case, "tiled") == []
-    attention = search.fa.attention
-    monkeypatch.setattr(search.fa, "attention", lambda q, k, v, **options: attention(q, k, v * 1.01, **options))
-    found = [line.partition(": ")[0] for line in search.wrong(case, "tiled")]
-    assert found == ["tiled, matches_oracle", "tiled, gradients_match_autograd"]
+
+@pytest.mark.parametrize("name", WRONG)
+def test_random_problems_tell_a_wrong_attention(name, monkeypatch):
+    monkeypatch.setattr(problems, "QUERIES", (7, 16))
+    monkeypatch.setattr(problems, "KEYS", (33, 100))
+    monkeypatch.setattr(problems, "DTYPES", (torch.float32,))
+    wrong, expected = WRONG[name]
+    found = set()
+    for seed in range(8):
+        case = problems.problem(random.Random(seed), torch.device("cpu"))
+        asked = problems.checks(random.Random(seed), torch.device("cpu"))[:-1]
+        assert problems.differences(fa.attention, case, asked) == []
+        lines = problems.differences(functools.partial(wrong, fa.attention), case, asked)
+        found |= {line.partition(":")[0] for line in lines}
+    assert found == expected
+
+
+def test_random_problems_are_drawn_and_counted(monkeypatch, capsys):
+    monkeypatch.setattr(problems, "QUERIES", (7, 16))
+    monkeypatch.setattr(problems, "KEYS", (33, 100))
+    assert problems.main(["--device", "cpu", "--seconds", "0.01"]) == 0
+    assert capsys.readouterr().out.startswith("1 problems by torch")
+    monkeypatch.setattr(problems, "checks", lambda *_: [lambda attention, case: 1 / 0])
+    assert problems.main(["--device", "cpu", "--seconds", "0.01"]) == 1

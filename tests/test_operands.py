@@ -36,6 +36,14 @@ def test_an_entry_alone_is_taken_as_among_the_others(name, asked):
         assert asked(alone) == asked(x)
 
 
+def test_one_row_or_packed_head_is_not_read_again_and_again_by_tma():
+    one_row, one_head = room(2, 3, 1, 64).expand(-1, -1, 5, -1), TENSORS["one for all heads"]()
+    assert not takes_tma(one_row) and not takes_tma(room(1, 3, 64).expand(5, -1, -1))
+    for x in (one_head, one_head[:, :1]):
+        assert takes_tma(x) and not takes_tma(x, heads_packed=True)
+    assert vectorised(one_row)  # which asks about loads
+
+
 @pytest.mark.parametrize("asked", [takes_tma, vectorised])
 def test_a_step_of_one_element_leads_nowhere(asked):
     """DLPack gives it to dimensions of one entry."""

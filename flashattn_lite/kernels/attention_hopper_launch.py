@@ -58,7 +58,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if x.numel() == 0:
             reasons.append(f"{name} is empty: there is nothing to copy")
-        elif x.shape[-1] % 8 or not takes_tma(x):
+        elif x.shape[-1] % 8 or not takes_tma(x, heads_packed=name == "q"):
             reasons.append(
                 f"the tensor copy engine needs rows of whole 16-byte pieces, at 16-byte addresses: {name} of head dim "
                 f"{x.shape[-1]}, strides {tuple(x.stride())}, address % 16 = {x.data_ptr() % 16} is not"

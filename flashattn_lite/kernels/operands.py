@@ -111,11 +111,15 @@ def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int
     return 1
 
 
-def takes_tma(x: Tensor) -> bool:
+def takes_tma(x: Tensor, heads_packed: bool = False) -> bool:
     """The tensor copy engine takes rows of contiguous elements at 16-byte addresses, and no empty tensor.
 
-    Steps of 0 too: what is expanded over a batch or over heads.
+    x is [batch, head, row, dim] or, packed, [row, head, dim]. A step of 0 is taken where a tile has one entry of the
+    dimension: it has several rows, and with `heads_packed` may have several heads (where 0 was not tried).
     """
+    several = (0 if x.dim() == 3 else 2, *([1] if heads_packed else []))
+    if any(x.stride(dim) == 0 for dim in several):
+        return False
     aligned = all(0 <= step * x.element_size() < 2**40 and step * x.element_size() % 16 == 0 for step in steps(x))
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
 

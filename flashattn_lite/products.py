@@ -21,16 +21,18 @@ def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_line(x: Tensor) -> bool:
-    """On the CPU: columns side by side, every row at a multiple of ALIGN columns.
+    """On the CPU: columns side by side, every row at a multiple of ALIGN columns, none inside of another.
 
     Else where operands lie shows in the bits, and one slot is a view where many are a copy, which torch makes of
-    columns that lie apart, and `RowTile.keys` of slots that have no one step.
+    columns that lie apart, and `RowTile.keys` of slots that have no one step. Of rows that overlap, or are one row
+    expanded, torch multiplies one slot after the other, the same slot to other bits (measured).
     """
     if x.device.type != "cpu":
         return True
     steps = (step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     aligned = x.data_ptr() % (ALIGN * x.element_size()) == 0
-    return x.stride(-1) == 1 and aligned and all(step % ALIGN == 0 for step in steps)
+    apart = x.shape[-2] <= 1 or x.stride(-2) >= x.shape[-1]
+    return x.stride(-1) == 1 and aligned and apart and all(step % ALIGN == 0 for step in steps)
 
 
 def two_slots(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -20,6 +20,8 @@ LAYOUTS = {
     "rows an odd step apart, before heads": lambda b, h, n, d: torch.randn(b, n, h, d + 5)[..., :d].transpose(1, 2),
     "at an odd address": lambda *shape: torch.randn(math.prod(shape) + 1)[1:].view(shape),
     "one for the batch": lambda *shape: torch.randn(1, *shape[1:]).expand(shape),
+    "one row for all": lambda b, h, n, d: torch.randn(b, h, 1, d).expand(b, h, n, d),
+    "rows that overlap": lambda b, h, n, d: torch.randn(b, h, 8 * n + d).unfold(-1, d, 8)[:, :, :n],
     "one for all heads": lambda b, h, *rest: torch.randn(b, 1, *rest).expand(b, h, *rest),
 }
 

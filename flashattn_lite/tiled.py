@@ -72,7 +72,16 @@ class RowPass:
         self.on_host = problem.device.type == "cpu"  # only there may the next step depend on a value
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         factor = problem.scale * LOG2E if problem.softcap is None else 1.0
-        self.q = operand(tile.packed(seq.q).to(self.dtype) * factor, self.dtype)
+        q = tile.packed(seq.q).to(self.dtype)
+        scaled = q * factor
+        past = torch.isinf(scaled).any(-1)
+        self.late: Tensor | None = None  # what scores are still to be multiplied by
+        if not self.on_host or bool(past.any()):
+            # Finite rows that the factor takes past the range get it behind the product; by 1 others keep their bits.
+            past &= torch.isfinite(q).all(-1)
+            scaled = torch.where(past.unsqueeze(-1), q, scaled)
+            self.late = q.new_ones(past.shape).masked_fill_(past, factor).unsqueeze(-1)
+        self.q = operand(scaled, self.dtype)
         self.acc_shape = (*self.q.shape[:2], -(-problem.head_dim_v // ALIGN) * ALIGN)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +148,8 @@ class RowPass:
     def scores(self, n: slice, whole: bool, finite: bool = False) -> Tensor:
         """[slots, rows, keys] in log2 units, -inf where invisible; `whole`: every pair is visible."""
         s = product(self.q, self.keys(self.seq.k, n).mT, self.buffer)
+        if self.late is not None:
+            s.mul_(self.late)
         if (softcap := self.seq.problem.softcap) is not None:
             s = cap(s, self.seq.problem.scale, softcap)
         return s if whole else self.tile.hide_(s, n, finite)

@@ -106,3 +106,28 @@ def test_each_of_torchs_settings_for_float32_is_understood(setting, means, inter
     if interpreting:
         pytest.skip("the same without TRITON_INTERPRET=1")
     subprocess.run([sys.executable, "-W", "ignore", "-c", TF32, setting, means], check=True, timeout=300)
+
+
+PAST_THE_RANGE = [  # dtype, a query, its keys, scale
+    (torch.float32, 1e36, 1e-38, 1e3),
+    (torch.float32, 3e38, 1e-38, None),
+    (torch.float16, 1e3, 0.0, 1e36),
+    (torch.float64, 1e300, 1e-305, 1e10),
+]
+
+
+@pytest.mark.parametrize(("dtype", "q", "k", "scale"), PAST_THE_RANGE)
+def test_a_query_that_its_scale_takes_past_the_range_has_finite_scores(dtype, q, k, scale):
+    """And the rows beside it keep their bits."""
+    torch.manual_seed(0)
+    queries, keys = torch.zeros(1, 1, 3, 1, dtype=dtype), torch.full((1, 1, 5, 1), k, dtype=dtype)
+    queries[0, 0, 1] = q
+    keys[0, 0, 2] *= 0.5
+    v = torch.randn(1, 1, 5, 2).to(dtype)
+    out, lse = fa.attention(queries, keys, v, scale=scale, return_lse=True, backend="tiled")
+    wide = (x.double() for x in (queries, keys, v))
+    exact, exact_lse = attention_reference(*wide, scale=scale, return_lse=True)
+    torch.testing.assert_close(out.double(), exact, atol=4 * torch.finfo(dtype).eps, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-6, rtol=1e-5)
+    without = fa.attention(torch.zeros_like(queries), keys, v, scale=scale, backend="tiled")
+    assert torch.equal(out[:, :, ::2], without[:, :, ::2])

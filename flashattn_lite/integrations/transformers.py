@@ -38,9 +38,10 @@ def register(name: str = "attn_lite") -> None:
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
-            output (`output_attentions`), the paged cache of continuous batching, keys that indices choose (DeepSeek),
-            sinks a query, head dims above 256, and models that by transformers' account take neither torch's function
-            nor others (Bloom, MPT, CLAP). Falcon, GPT-Neo, SAM and some others end in a KeyError of their own.
+            output (`output_attentions`, where a model hands it on: GPT-2 and OPT give none), the paged cache of
+            continuous batching, keys that indices choose (DeepSeek), sinks a query, head dims above 256, and models
+            that by transformers' account take neither torch's function nor others (Bloom, MPT, CLAP). Falcon, GPT-Neo,
+            SAM and some others end in a KeyError of their own.
 
     Example:
         >>> import flashattn_lite

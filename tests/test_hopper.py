@@ -76,7 +76,6 @@ def test_law(law: Any, seed: int, hopper_device: torch.device) -> None:
           device=hopper_device, dtypes=HALVES, **sizes)  # fmt: skip
 
 
-@pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("over", ["the batch", "heads", "both"])
 def test_tensors_that_are_expanded(over, hopper_device):
     """Steps of 0 are taken as they are: the bits are those of copies that lie side by side."""

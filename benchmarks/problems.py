@@ -49,13 +49,13 @@ def problem(draw: random.Random, device: torch.device) -> Case:
         if batch * heads_kv * group * len_q * len_k <= SCORES[device.type]:
             break
     scale = draw.choice((1, 1, 8))  # of scores, beside those of normal numbers
-    some = lambda *shape: lay_out(torch.randn(shape, generator=generator).to(device, dtype), draw.choice(LAYOUTS))
-    q, k, v = (
-        some(batch, heads, length, columns)
-        for heads, length, columns in (
-            (heads_kv * group, len_q, dim), (heads_kv, len_k, dim), (heads_kv, len_k, dim_v)
-        )
-    )  # fmt: skip
+
+    def some(heads: int, length: int, columns: int, factor: int = 1) -> Tensor:
+        numbers = factor * torch.randn(batch, heads, length, columns, generator=generator)
+        return lay_out(numbers.to(device, dtype), draw.choice(LAYOUTS))
+
+    q = some(heads_kv * group, len_q, dim, scale)
+    k, v = some(heads_kv, len_k, dim), some(heads_kv, len_k, dim_v)
     if draw.random() < 0.15:
         over = draw.choice((0, 1))
         k, v = (x.narrow(over, 0, 1).expand_as(x) for x in (k, v))
@@ -75,7 +75,7 @@ def problem(draw: random.Random, device: torch.device) -> Case:
         mask = torch.randn(shape, generator=generator)
         mask = mask > -1 if draw.random() < 0.5 else mask.to(draw.choice((dtype, torch.float32)))
         options["mask"] = lay_out(mask.to(device), draw.choice(LAYOUTS))
-    return Case(q * scale if scale != 1 else q, k, v, **options, seed=seed, note=f"scores times {scale}")
+    return Case(q, k, v, **options, seed=seed, note=f"scores times {scale}")
 
 
 def results(attention: Any, case: Case) -> tuple[Tensor, ...]:

@@ -87,6 +87,7 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
 
 
 def tile_of(launches: tuple) -> DecodeTile:
+    """Of the first of these launches."""
     return next(x for x in launches[0][2] if isinstance(x, DecodeTile))
 
 
@@ -127,30 +128,38 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
 def test_lengths_and_batch_do_not_recompile(tokens):
     """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
 
-    And one where it has two splits that stay apart (test_decode_chains.py has when).
+    And one where it has two splits that stay apart (test_decode_chains.py has when), and a merge of more than FEW.
     """
-    hashes: dict[bool, set[tuple[str, ...]]] = {}
-    for batch, capacity in ((1, 100), (1, 5000), (64, 8192), (3, 2**20)):
+    partials: dict[bool, set[str]] = {}
+    merges: dict[tuple[bool, int], set[str]] = {}
+    for batch, capacity in ((1, 100), (1, 5000), (3, 2000), (64, 8192), (3, 2**20)):
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
         k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
         lens = torch.empty(batch, dtype=torch.int32, device="meta")
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
         launches = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
-        hashes.setdefault(tile_of(launches).OWNS_PAIR, set()).add(
-            tuple(compiled("sm_90", plan).hash for plan in launches)
-        )
-    assert set(hashes) == ({False, True} if tokens == 1 else {False})
-    assert all(len(same) == 1 for same in hashes.values())
+        partial, merge = (compiled("sm_90", plan).hash for plan in launches)
+        partials.setdefault(tile_of(launches).OWNS_PAIR, set()).add(partial)
+        merges.setdefault((tile_of(launches).OWNS_PAIR, tile_of(launches[1:]).LANES), set()).add(merge)
+    pairs = {False, True} if tokens == 1 else {False}
+    assert set(partials) == pairs
+    assert {(True, 32), (False, 16)} <= set(merges) if tokens == 1 else set(merges) == {(False, 16), (False, 32)}
+    assert all(len(same) == 1 for same in (*partials.values(), *merges.values()))
 
 
 @pytest.mark.parametrize(
-    ("keys", "window", "splits"),
-    [(1, None, 1), (2048, None, 16), (2049, None, 17), (4096, None, 32), (2**20, None, 32), (2**20, 1000, 9)],
-)
-def test_room_for_the_splits_of_a_full_cache(keys, window, splits):
-    """As `splits_of` counts them, wherever in a tile the first key lies; 128 keys, more from 4k on."""
-    q = torch.empty(1, 8, 1, 128, dtype=BF16, device="meta")
+    ("tokens", "keys", "window", "splits"),
+    [(1, 1, None, 1), (1, 2048, None, 16), (1, 2049, None, 17), (1, 4096, None, 32), (1, 2**20, None, 32),
+     (1, 2**20, 1000, 9), (16, 1, None, 1), (16, 2048, None, 8), (16, 4096, None, 16), (16, 8192, None, 16),
+     (16, 8193, None, 17), (16, 16384, None, 32), (16, 2**20, None, 32), (16, 2**20, 1000, 5)],
+)  # fmt: skip
+def test_room_for_the_splits_of_a_full_cache(tokens, keys, window, splits):
+    """As `splits_of` counts them, wherever in a tile the first key lies.
+
+    One token: 128 keys, more from 4k on. Several: 256 keys, from 4k on a sixteenth, 512 from 8k on, more from 16k on.
+    """
+    q = torch.empty(1, 8, tokens, 128, dtype=BF16, device="meta")
     k = torch.empty(1, 2, keys, 128, dtype=BF16, device="meta")
     lens = torch.empty(1, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, window, None, 0.1, None)
@@ -158,9 +167,17 @@ def test_room_for_the_splits_of_a_full_cache(keys, window, splits):
     tile = decode_launch.tile_of(problem, inputs, target, decode_launch.config_of(problem, inputs, target, False), 0)
     room = decode_launch.most_splits(problem, tile)
     assert room == splits
-    seen = keys if window is None else window + 1
-    for length in {seen, keys, min(keys, 5000), keys - 1, keys - 31} - {0}:
+    seen = keys if window is None else window + tokens
+    merged = replace(tile, LANES=tile.FEW)  # as a merge of no more sees it
+    for length in {seen, keys, *(n for n in range(1, 20000, 61) if n <= keys), keys - 1, keys - 31} - {0}:
         lo = max(0, length - seen)
         tiles = -(-length // tile.BLOCK_N) - lo // tile.BLOCK_N
-        each = max(-(-tiles // tile.LANES), tile.SPLIT // tile.BLOCK_N)
-        assert -(-tiles // each) <= room
+        assert -(-tiles // tiles_each(tiles, tile)) <= room
+        if room <= tile.FEW:
+            assert tiles_each(tiles, merged) == tiles_each(tiles, tile)
+
+
+def tiles_each(tiles: int, tile: DecodeTile) -> int:
+    """Of a split, as `splits_of` counts them."""
+    each = min(-(-tiles // tile.FEW), tile.LONG // tile.BLOCK_N)
+    return max(each, tile.SPLIT // tile.BLOCK_N, -(-tiles // tile.LANES))

@@ -63,6 +63,8 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         ONE=problem.len_q == 1,
         UNEQUAL=mask_rows or (problem.len_q > 1 and (features.left or features.right)),
         MASK_ROWS=mask_rows,
+        LONG=config.long or config.split,
+        FEW=config.few,
         LANES=config.lanes,
         CHAIN=config.chain,
         PAIRED=config.paired,
@@ -188,7 +190,8 @@ def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
     """Splits of a sequence that fills its cache; none has more."""
     # Keys count in tiles, and with a window the first may begin before the first key that is seen.
     tiles = triton.cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left
-    return min(tile.LANES, triton.cdiv(tiles, tile.SPLIT // tile.BLOCK_N))
+    of = lambda keys: triton.cdiv(tiles, keys // tile.BLOCK_N)
+    return min(tile.LANES, of(tile.SPLIT), max(of(tile.LONG), tile.FEW))
 
 
 def prepare(

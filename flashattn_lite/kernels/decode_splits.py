@@ -1,9 +1,10 @@
 """What both decoding kernels know: the splits that a sequence's keys fall into, and how their states are folded.
 
-The keys that a sequence's rows see fall into at most T.LANES splits of T.SPLIT keys or more (`splits_of`). T.CHAIN
-neighbouring splits are a chain: their states are folded one after the other. So a row's bits follow from its keys
-alone: not from the batch, nor the room in the cache, nor who folds a chain. With T.PAIRED, states of chains are brought
-to whole references (`whole`), and those of two neighbours are added up first, again whoever does it.
+The keys that a sequence's rows see fall into at most T.FEW splits of T.SPLIT keys or more; where those would have more
+than T.LONG keys, into at most T.LANES of as many or more (`splits_of`). T.CHAIN neighbouring splits are a chain: their
+states are folded one after the other. So a row's bits follow from its keys alone: not from the batch, nor the room in
+the cache, nor who folds a chain. With T.PAIRED, states of chains are brought to whole references (`whole`), and those
+of two neighbours are added up first, again whoever does it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class DecodeTile:
     BLOCK_M: int  # packed query rows
     BLOCK_N: int  # keys
     SPLIT: int  # keys of a split, at least
+    LONG: int  # and where there are more than FEW
+    FEW: int
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
@@ -69,7 +72,8 @@ def splits_of(lo, hi, T: tl.constexpr):
     """(first tile, tiles, tiles of a split) of the keys lo <= key < hi. Split i exists if some tile is left for it."""
     first = lo // T.BLOCK_N
     tiles = tl.cdiv(hi, T.BLOCK_N) - first
-    return first, tiles, tl.maximum(tl.cdiv(tiles, T.LANES), T.SPLIT // T.BLOCK_N)
+    each = tl.minimum(tl.cdiv(tiles, T.FEW), T.LONG // T.BLOCK_N)
+    return first, tiles, tl.maximum(tl.maximum(each, T.SPLIT // T.BLOCK_N), tl.cdiv(tiles, T.LANES))
 
 
 @triton.jit

@@ -60,6 +60,15 @@ class HopperTile:
         return self.SPLIT > 0
 
     @property
+    def LONG(self) -> int:
+        """See `splits_of`: FEW parts are no fewer."""
+        return self.SPLIT
+
+    @property
+    def FEW(self) -> int:
+        return self.LANES
+
+    @property
     def S_LAYOUT(self) -> Any:
         """Of a consumer's scores, and of P."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_N, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Merge:
         target: Target,
     ) -> None:
         self.parts = parts
+        if parts * own <= tile.FEW:
+            tile = replace(tile, LANES=min(tile.LANES, tile.FEW))  # by which splits are the same, see `splits_of`
         heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows

@@ -271,15 +271,20 @@ def _shrunk(config: TileConfig, limit: int, own_bytes: int, streamed_bytes: int,
     return config
 
 
+FEW = 16  # splits of a sequence that a merge may look for: of more, it looks for as many as there can be
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The decoding kernels: rows and keys of a tile, keys of a split, warps, pipeline stages."""
+    """The decoding kernels: rows and keys of a tile, keys of a split (see `splits_of`), warps, pipeline stages."""
 
     block_m: int
     block_n: int
     split: int  # keys, at least
     num_warps: int
     num_stages: int
+    long: int = 0  # keys that a split has at least where there are more than FEW; 0: `split`
+    few: int = FEW
     lanes: int = 32  # splits of a sequence, at most
     chain: int = 4  # neighbouring splits that are folded one after the other
     paired: bool = False  # neighbouring chains are added up first, whoever does it
@@ -297,15 +302,23 @@ class DecodeConfig:
 # Bytes of K and V a tile. 1 x 32k, 8 x 8k, 64 x 8k keys in splits of 1024: 32 keys a tile, four stages 3531, 3807 and
 # 4267; 64 keys, two stages 3307, 3894 and 4346. A read: 4155, 4373, 4646.
 DECODE_TILE_BYTES = 16 << 10
-# (rows up to which it serves, keys of a split, at least): of more rows the states weigh more. 8 heads of 8k keys make
-# 128 programs of 512 keys. One token, 1 x 8k, 8 x 8k, 64 x 8k: 512 keys 2225, 3652, 4185; 256 keys 2361, 3587, 4110;
-# 1024 keys, which leave half of the GPU idle at 1 x 8k, 3748 and 4211 of the other two. 8 x 8k, 16 tokens: 1024 keys
-# 3190; 512 keys 2776, 2048 keys, of which 1 x 8k fill a quarter of the GPU, 3482. Beyond 32 splits these grow, so that
-# few programs wait for many states: 1 x 32k, 1 x 128k 3685, 4343; up to 64 splits 3397, 4183.
-# More than 16 rows, tiles of 64: splits of 1024 keys in chains of two, of 512 in chains of four, of 256 in chains of
-# eight, microseconds: 32 query and 8 key heads, 16 tokens, 1 x 8k 24.4 18.9 23.0, 8 x 8k 74.7 76.2 79.2; 64 and 8, four
-# tokens, 1 x 8k 24.0 18.3 22.3, 8 x 8k 72.2 73.6 76.6; 32 and 1, one token, 8 x 8k 22.9 16.8 20.8.
-SPLIT_KEYS = ((8, 256), (1 << 31, 512))
+# Keys of a split, at least, and where a sequence has more than FEW, for which 8 key heads are a program each. Longer
+# splits leave most of a GPU idle, shorter ones leave too many states. Microseconds on an H100, 32 query and 8 key heads
+# of 128: 512 keys whatever the length; of 256 and of 128 at most 16; of 128 at most 32; FlashAttention-3:
+#    4 tokens  1 x 1k  12.8  9.2  7.9  8.1; 10.5   16 tokens  1 x 1k   16.3  11.7  10.2  11.3; 11.0
+#              1 x 2k  13.3  9.8  9.2 10.1; 11.7              1 x 2k   16.9  12.2  11.5  13.2; 12.2
+#              1 x 4k  14.0 12.1 12.1 14.6; 13.8              1 x 4k   17.6  14.2  14.2  18.0; 14.4
+#              1 x 8k  18.6 17.7 17.7 20.3; 20.2              1 x 8k   21.5  19.9  19.9  24.1; 21.3
+#             1 x 32k  52.1 49.8 49.9 52.2; 54.6             1 x 32k   57.5  53.4  53.8  57.9; 56.3
+#              4 x 2k  19.6 19.3 21.6 22.1; 19.0              4 x 2k   22.8  22.0  29.1  30.2; 20.8
+#              8 x 2k  31.4 32.1 29.5 29.7; 30.8              8 x 2k   40.1  43.1  35.4  36.1; 34.0
+#              8 x 4k  54.5 50.7 51.2 53.0; 52.6              8 x 4k   69.2  56.1  56.4  65.3; 55.8
+#             16 x 4k  96.0 96.6 96.9 99.5; 94.9             16 x 4k  103.3 109.1 108.9 125.4; 96.6
+#             32 x 2k  98.8 99.7  100  102; 95.5             32 x 2k  110.2 115.0 128.5 130.1; 98.2
+# Heads of 256 before and since, one token, 4 and 16: 1 x 2k 17.5 12.0, 17.6 12.8, 31.7 20.7; 8 x 4k 96.5 94.8, 101.7
+# 98.4, but 113 126. Pages of 64, 1 x 2k, 4 tokens and 16: 18.6 12.7, 21.3 14.4. Merged by fewer columns: level to 10%
+# slower.
+SPLIT_KEYS = (256, 512)
 ONE_TOKEN_KEYS = 128  # where `decode_tile` takes four programs a multiprocessor: see MANY
 # Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
@@ -327,12 +340,16 @@ MANY = 2
 # 8k 249.0 and 248.2; merged by 32 columns 491, 485, 131.5, 249.5. Pages, where they spill, had 520 for 515.
 # A chain as one loop and as one of a loop a split: 8 x 8k 67.8 68.5, 64 x 8k 503 504, 1 x 32k 36.0 37.0, four tokens
 # 68.5 69.3, pages 71.7 74.5; sixteen tokens, on wgmma, 87.0 75.7.
-# What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds, those of
-# the Hopper kernel in brackets; 8 key heads of 128, bf16, CUDA graphs. 4 rows: 1 x 1k 7.6 (17.4), 1 x 8k 13.5 (85.4),
-# 64 x 1k 75 (72), 64 x 4k 261 (245). 16 rows: 1 x 1k 11.7 (17.2), 1 x 2k 12.0 (27.5), 64 x 1k 94 (74), 64 x 4k 282
-# (247). 32 rows, before they had a tile of 64: 1 x 2k 29.9 (27.7), 1 x 8k 31.3 (85.8), 64 x 4k 352 (249); since, 1 x 8k
-# 18.3 (79.9), 8 x 8k 73.6 (85.0). 64 rows: 1 x 8k 18.9 (79.8), 8 x 8k 76.2 (84.9).
-FEW_ROWS = ((8, 1024), (16, 2048), (64, 8192))
+# What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds on an
+# H100, those of the Hopper kernel in brackets, FlashAttention-3's behind; 32 query and 8 key heads of 128, bf16:
+#   1 token   1 x 256   6.7 (8.9) 8.8,  1 x 512  6.9 (11.2) 10.6, 1 x 1k  7.3 (15.7) 10.3,  8 x 512 11.7 (12.8) 12.4,
+#             8 x 1k   16.9 (17.8) 18.5, 64 x 512 52.8 (51.6) 52.3, 64 x 1k 96.4 (95.2) 97.8
+#   4 tokens  1 x 256   8.6 (9.0) 8.8,  1 x 512  8.8 (11.3) 11.3, 1 x 1k  9.2 (16.0) 10.6,  8 x 512 13.7 (13.1) 13.5,
+#             8 x 1k   19.6 (18.6) 19.1, 64 x 512 61.5 (53.7) 53.8, 64 x 1k  105 (97.7) 97.7
+#   16 tokens 1 x 512  11.2 (11.4) 11.5, 1 x 1k  11.6 (16.0) 11.0, 1 x 2k 12.2 (18.5) 12.2, 8 x 1k  24.8 (19.0) 21.7,
+#             8 x 2k   43.1 (37.7) 34.0, 8 x 4k  56.1 (62.6) 55.8, 16 x 4k 109 (115) 96.6, 32 x 2k  115 (121) 98.2,
+#             64 x 1k   126 (103) 102
+FEW_ROWS = ((8, 512), (16, 1024), (64, 2048))
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
@@ -342,26 +359,26 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     read 16 bytes at a time.
     """
     rows = padded(problem.group * problem.len_q)
-    split = next(keys for most, keys in SPLIT_KEYS if problem.group * problem.len_q <= most)
     if target.interpreting:
         # So that small tests cross borders.
-        small = DecodeConfig(min(rows, 32), 16, 32, 4, 1, lanes=4, chain=2, flat=False, columns=(16, 32, 16))
-        one = replace(small, lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
+        small = DecodeConfig(min(rows, 32), 16, 32, 4, 1, 64, 2, 4, chain=2, flat=False, columns=(16, 32, 16))
+        one = replace(small, long=32, few=4, lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
         return one if problem.len_q == 1 else small
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    split, long = SPLIT_KEYS
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
     if problem.dtype == torch.float32:  # no matrix unit: rows that only fill a tile would cost as much as real ones
-        return DecodeConfig(16, block_n, split, 8, _stages(target, 2, block_n * key_bytes))
+        return DecodeConfig(16, block_n, split, 8, _stages(target, 2, block_n * key_bytes), long)
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
-        return DecodeConfig(min(rows, 32), 32, split, 2 if dim_v <= 128 else 4, 1)
+        return DecodeConfig(min(rows, 32), 32, split, 2 if dim_v <= 128 else 4, 1, long)
     # A table's entries take two stages before their keys.
     stages = _stages(target, 4 + (2 if paged else 0), block_n * key_bytes)
     if rows > 32 or (rows == 32 and target.kind == "cuda" and target.arch == 90):
         # wgmma's 64 rows for 32 too: 64 query and 8 key heads, four tokens, 8 x 8k 90 and 72 us. 64 x 256 floats of one
         # state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
-        tile = DecodeConfig(64, block_n, split, warps, stages, programs=8 // warps)
+        tile = DecodeConfig(64, block_n, split, warps, stages, long, programs=8 // warps)
         return replace(tile, flat=False, columns=(128, 128, 128), merge_registers=128)
     # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
     # 16: 75.0 us with, 95.3 without.
@@ -373,7 +390,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
             return replace(one, registers=128)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
         return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), owns_pairs=True)
-    return DecodeConfig(rows, block_n, split, 4, stages)
+    return DecodeConfig(rows, block_n, split, 4, stages, long)
 
 
 def fills(programs: int, each: int, target: Target) -> bool:

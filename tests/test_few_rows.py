@@ -10,14 +10,17 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite import decode
+from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.scores import visible
+from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 @pytest.mark.parametrize(
@@ -209,17 +212,35 @@ def test_keys_seen_are_those_that_some_query_sees(seed):
 
 
 @pytest.mark.parametrize(
-    ("options", "split"),
+    ("rows", "keys", "options", "split"),
     [
-        ({"causal": True, "q_start": None}, 1024),
-        ({"causal": True, "q_start": 0}, 0),
-        ({"causal": True, "q_start": 3000}, 1024),
-        ({"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
-        ({"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
+        (100, 8192, {"causal": True, "q_start": None}, 1024),
+        (100, 8192, {"causal": True, "q_start": 0}, 0),
+        (100, 8192, {"causal": True, "q_start": 3000}, 1024),
+        (100, 8192, {"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
+        (100, 8192, {"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
+        (200, 8192, {"causal": True, "q_start": None}, 2048),
+        (512, 16383, {"causal": True, "q_start": None}, 0),
+        (512, 16384, {"causal": True, "q_start": None}, 8192),
+        (513, 65536, {"causal": True, "q_start": None}, 0),
     ],
     ids=str,
 )
-def test_the_hopper_kernel_splits_keys_that_are_seen(options, split):
-    q, k = torch.zeros(1, 8, 100, 64, dtype=torch.bfloat16), torch.zeros(1, 8, 8192, 64, dtype=torch.bfloat16)
+def test_the_hopper_kernel_splits_keys_that_are_seen(rows, keys, options, split):
+    q, k = (torch.zeros(1, 8, n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
     options = {"window_left": None, "window_right": None, "scale": 1.0, "softcap": None} | options
     assert hopper_tile(describe(Inputs(q, k, k), **options)).split == split
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "keys", "backend"),
+    [(4, 1, 511, "hopper"), (4, 1, 512, "split"), (8, 2, 1023, "hopper"), (8, 2, 1024, "split"),
+     (4, 16, 2047, "hopper"), (4, 16, 2048, "split"), (5, 13, 8192, "hopper")],
+)  # fmt: skip
+def test_from_how_many_keys_on_few_rows_are_split(group, tokens, keys, backend):
+    """Rows of a key/value head decide, and a single sequence, so that a batch has its bits."""
+    q, k = torch.zeros(1, group, tokens, 128), torch.zeros(1, 1, keys, 128)
+    options = {"causal": True, "q_start": None, "window_left": None, "window_right": None, "scale": 1.0}
+    problem = describe(Inputs(*(x.bfloat16() for x in (q, k, k))), softcap=None, **options)
+    reasons = decode_launch.why_not_attention(problem, H200)
+    assert (not reasons) is (backend == "split"), reasons

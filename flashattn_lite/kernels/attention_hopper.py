@@ -41,7 +41,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashattn_lite.kernels.hopper_again import again
-from flashattn_lite.kernels.hopper_epilogue import deliver, leave_state
+from flashattn_lite.kernels.hopper_epilogue import deliver
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, values_added
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
@@ -118,15 +118,15 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     # O is on its way while its rows are looked at; who waits for room, waits behind that.
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
     if T.PARTIAL:
-        leave_state(acc, weight, rows.exists, lse_ptrs, dst, lse, task, WG, T)
+        out = acc
+        gl.store(lse_ptrs + dst[2][0], weight, mask=rows.exists)
     else:
         out = finished(acc, weight, DTYPE, T)
-        deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
+    deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)
     mark = gl.where(overflow, EXACT, gl.where(is_bad(acc, T), CLEAN, 0))
     gl.store(lse_ptrs, gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True)), mask=rows.exists)
     failed |= ((mark != 0) & rows.exists).to(gl.int32)
-    if not T.PARTIAL:
-        deliver(out, T.O_SLOTS, T.LEAVES, dst, o_s, task, rows.exists, WG, F, T)
+    deliver(out, T.O_SLOTS, T.LEAVES, dst, o_s, task, rows.exists, WG, F, T)
     return it + 1, failed
 
 
@@ -225,7 +225,7 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, mask_desc, out_ptr, 
     k_s = gl.allocate_shared_memory(DTYPE, [STAGES * T.PIECES, 1, 1, T.BLOCK_N, T.BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [STAGES * T.V_PIECES, 1, 1, T.BLOCK_N, T.BLOCK_DV], v_desc.layout)
     O_BUFFERS: gl.constexpr = CONSUMERS * T.O_SLOTS
-    o_s = gl.allocate_shared_memory(DTYPE, [O_BUFFERS, 1, 1, ROWS // T.PACK, T.PACK, T.O_WIDTH], o_desc.layout)
+    o_s = gl.allocate_shared_memory(o_desc.dtype, [O_BUFFERS, 1, 1, ROWS // T.PACK, T.PACK, T.O_WIDTH], o_desc.layout)
     slot = gl.allocate_shared_memory(gl.int32, [2, 16], WORDS)
     verdicts = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], WORDS)
     listed = gl.allocate_shared_memory(gl.int32, [LISTED, 1], WORDS)

@@ -76,7 +76,7 @@ def config_of(problem: AttentionProblem, inputs: Inputs) -> HopperConfig:
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
     of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
-    o_width = min(config.o_width, of_v[1])
+    o_width = min(config.o_width, of_v[1]) // (2 if config.split else 1)  # a part's leave in float32, in as many bytes
     leaves = math.prod(of_v) // o_width
     return HopperTile(
         WARPGROUPS=config.warpgroups,
@@ -125,9 +125,9 @@ class Call:
         self.merge = merge_of(problem, inputs, tile, out, lse, target) if tile.PARTIAL else None
         parts = self.merge.parts if self.merge else 1
         steps = (*strides(out, packed)[:3], *lse_strides(lse, packed))
-        if self.merge:  # to l from m; of a batch entry's and a key/value head's states
+        if self.merge:  # to l from m; parts; of a batch entry's and a key/value head's states
             rows = parts * problem.group * problem.len_q
-            steps = (self.merge.state_sizes[1], 0, 0, problem.heads_kv * rows, rows)
+            steps = (self.merge.state_sizes[1], parts, 0, problem.heads_kv * rows, rows)
         row_tiles = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
         num_m = row_tiles * parts
         num_tiles = num_m * problem.batch * heads
@@ -137,12 +137,13 @@ class Call:
             *(problem.diag_lo, problem.diag_hi, num_tiles, row_tiles),
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
+        leaves = [*rows, tile.O_WIDTH]
         copied = (of_mask(expanded_mask(problem, inputs.mask), tile),) if tile.MASK_COPIED else ()
         self.descriptors = Descriptors(
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
             by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
-            by_group(out, tile.GROUP, [*rows, tile.O_WIDTH], packed),
+            of_states(problem, out, parts, leaves) if self.merge else by_group(out, tile.GROUP, leaves, packed),
             *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
@@ -165,7 +166,7 @@ class Call:
         on(out.device, self._launch, inputs, out, lse)
 
     def lend(self, inputs: Inputs, out: Tensor) -> list[Any]:
-        """Descriptors of q, k, v, out and, where it is copied, the mask."""
+        """Descriptors of q, k, v, out (in parts acc) and, where it is copied, the mask."""
         if not self.tile.MASK_COPIED:
             return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
         return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
@@ -178,7 +179,7 @@ class Call:
             follows = self.merge.start, self.merge.arguments(inputs, out, lse, states)
         elif self.uncovered:
             follows = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
-        lent = self.lend(inputs, out)
+        lent = self.lend(inputs, states[2])
         self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
         if follows:
@@ -197,9 +198,9 @@ def plan(
     """(kernel, grid, args, kwargs) of the first launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    lent = call.lend(inputs, out)
     if call.merge:
         lse, _, out = call.merge.states(out)
+    lent = call.lend(inputs, out)
     return call.start.kernel, call.start.grid, call.arguments(lent, inputs, out, lse, counter), call.start.options
 
 
@@ -239,6 +240,14 @@ def by_group(x: Tensor, group: int, block: list[int], packed: bool) -> TensorDes
     (batch, heads, rows, dim), (step_b, step_h, step_m, step_d) = sizes(x, packed), strides(x, packed)
     shape = [batch, heads // group, rows, group, dim]
     return _descriptor(x, shape, (step_b, step_h * group, step_m, step_h, step_d), [1, 1, *block])
+
+
+def of_states(problem: AttentionProblem, like: Tensor, parts: int, block: list[int]) -> TensorDescriptor:
+    """[batch, key/value head and part, row, head of the group, dim] tiles of what decode_merge.py reads as acc."""
+    rows, group, dim = problem.len_q, problem.group, problem.head_dim_v
+    shape = [problem.batch, problem.heads_kv * parts, rows, group, dim]
+    steps = (shape[1] * group * rows * dim, group * rows * dim, dim, rows * dim, 1)
+    return _descriptor(like.new_empty(1, dtype=torch.float32), shape, steps, [1, 1, *block])
 
 
 def by_tma(mask: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """How O leaves a consumer of the Hopper kernel: through shared memory, by TMA where the rows are all its own.
 
-Of a part of the keys acc leaves in float32, from registers: two neighbours a thread, 32 bytes in a row at a time.
+Of a part of the keys acc leaves in its place, in float32, to where decode_merge.py reads it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def send_rows(dst, buffer, column: gl.constexpr, task, WG: gl.constexpr, F: gl.c
     fence_async_shared()
     kv_head, in_group = heads_of(task, T)
     row = task.start_q + task.first + WG * (ROWS // T.PACK)
+    if T.PARTIAL:
+        kv_head = kv_head * dst[2][1] + task.part
     tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, column], buffer)
 
 
@@ -90,9 +92,8 @@ def out_pointers(dst, offs_r, column, COLUMNS: gl.constexpr, task, LAYOUT: gl.co
 
 
 @gluon.jit
-def leave_state(acc, l_row, exists, lse_ptrs, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
-    """Writes a consumer's rows of acc [64, Dv] and of l, dst[2][0] behind m, where a task is a part of the keys."""
-    gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
+def write_state(acc, exists, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
+    """Writes some of a consumer's rows of acc [64, Dv], from registers, where a task is a part of the keys."""
     wanted = of_pieces(exists, T)
     LEAVES: gl.constexpr = T.LEAVES
     for i in gl.static_range(LEAVES):

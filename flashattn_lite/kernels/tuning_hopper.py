@@ -158,7 +158,14 @@ HOPPER_MASKED: HopperTable = (
 #   256: 1 x 16 / 8 heads x 128 rows  42.6  54.9  90.1 156.3; 40.7
 # 16 parts of 512: 53.5 in the first, 19.9 in the second. Merged four rows a program: level. A part is like a short
 # causal sequence and has its tile. The first at 2048, d64 at 1024: 37.0, 28.5; with the tile of 8k keys 38.1, 37.3.
-HOPPER_SPLITS = ((128, 1024), (256, 2048))
+# On an H100, acc by TMA through one buffer and two, not from registers: 1 x 32 / 8 heads x 64 rows in parts of 1024
+# 30.2 to 28.2 and 27.2, x 128 rows 41.3 to 39.9 and 40.4, 8 x 64 rows 170.4 to 163.0 and 162.1, 256: 48.0 to 44.6.
+# And 512 rows: whole, in parts of 4096 and 8192 (8k: 2048 and 4096); FlashAttention-3:
+#        8k keys    1 x 32 / 8 heads   97-100    125    118; 111      1 x 8 / 1 heads   80.0   32.9   48.6; 34.0
+#       32k keys                        369-373  403.5  397.7; 417-432                  295.2  106.6  102.8; 108.8
+# 1024 rows, 32k keys                   750     828.8  823.1; 822                       301.3  211.7  202.5; 225.3
+# So at 8192 keys, where few heads gain most and many lose least, for 512 rows; 1024 of 32 heads would lose a tenth.
+HOPPER_SPLITS = ((128, 1024), (256, 2048), (512, 8192))
 PARTS = 8  # of a sequence's keys, at most
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
@@ -203,6 +210,8 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if OPERANDS_COPIED and not problem.features.mask and dim == dim_v and dim in (64, 128):
         table = HOPPER_COPIED + HOPPER_TILES
     config = replace(next(serving(table)), split=split)
+    if split and config.blocks == 1:
+        config = replace(config, o_slots=2)  # acc is twice as wide as O
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))
     if mask_bytes:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning import DecodeConfig, fills
+from flashattn_lite.kernels.tuning_decode import DecodeConfig, fills
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
@@ -37,8 +37,8 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
         pytest.skip("nothing is split on the CPU")
     if INTERPRETING and paged != bool(options):
         pytest.skip("slow in the interpreter: pages with a window, a contiguous cache without")
-    lens = [128, 70] if INTERPRETING else [8192, 7000, 4097, 2048, 1025, 257, 40]
-    keys, nan_at = (128, 95) if INTERPRETING else (8192, 2047)
+    lens = [128, 70] if INTERPRETING else [40000, 17000, 8192, 7000, 4097, 2048, 1025, 257, 40]
+    keys, nan_at = (128, 95) if INTERPRETING else (40000, 2047)
     sizes = {
         "batch": len(lens),
         "heads": 2,
@@ -75,19 +75,22 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "own", "of_a_state"),
-    [(1, 1, 1, 1), (2, 1, 2, 1), (8, 1, 4, 4), (9, 1, 1, 1), (16, 1, 8, 8), (24, 1, 4, 4), (64, 1, 8, 8), (1, 16, 1, 1),
-     (8, 16, 4, 4)],
+    ("batch", "tokens", "keys", "splits", "own", "of_a_state"),
+    [(1, 1, 8192, 32, 1, 1), (2, 1, 8192, 32, 2, 1), (8, 1, 8192, 32, 4, 4), (9, 1, 8192, 32, 1, 1),
+     (16, 1, 8192, 32, 8, 8), (24, 1, 8192, 32, 4, 4), (64, 1, 8192, 32, 8, 8), (1, 16, 8192, 16, 1, 1),
+     (8, 16, 8192, 16, 4, 4), (1, 1, 32768, 64, 2, 1), (1, 1, 131072, 128, 4, 4), (1, 16, 131072, 128, 4, 4)],
 )  # fmt: skip
-def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, own, of_a_state):
-    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too."""
+def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, keys, splits, own, of_a_state):
+    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too.
+
+    Long splits: two programs a multiprocessor are enough.
+    """
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, 8, keys, 128, dtype=torch.bfloat16, device="meta")
     lens = torch.empty(batch, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
     out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
     call = decode_launch.Call(problem, inputs, None, out, lse, H200)
-    splits = 16 if tokens == 16 else 32
     assert call.partial.grid[0] == batch * 8 * splits // own
     assert call.merge.parts == splits // of_a_state
     assert call.tile.OWNS_PAIR is (of_a_state == 8)
@@ -95,7 +98,7 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
 
 
 def test_who_has_no_second_chain_owns_no_pair():
-    config = DecodeConfig(16, 32, 256, 2, 3, paired=True, owns_pairs=True, programs=4)
+    config = DecodeConfig(16, 32, (128, 32, 512), 2, 3, paired=True, owns_pairs=True, programs=4)
     owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
     assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 

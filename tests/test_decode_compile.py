@@ -17,6 +17,7 @@ from flashattn_lite import decode  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import decode_launch  # noqa: E402
 from flashattn_lite.kernels.decode_splits import DecodeTile  # noqa: E402
+from flashattn_lite.kernels.tuning import power_of_two  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -124,40 +125,49 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed
 
 
+# (splits of a state, splits that a merge looks at), of what follows.
+MERGES = {1: {(1, 16), (1, 32), (8, 32), (1, 128)}, 16: {(1, 16), (4, 16), (1, 128), (4, 128)}}
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lengths_and_batch_do_not_recompile(tokens):
     """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
 
-    And one where it has two splits that stay apart (test_decode_chains.py has when), and a merge of more than FEW.
+    And one where it has two splits that stay apart (test_decode_chains.py has when). Merges differ by who folds chains,
+    and by how many splits there may be, in powers of two.
     """
-    partials: dict[bool, set[str]] = {}
-    merges: dict[tuple[bool, int], set[str]] = {}
-    for batch, capacity in ((1, 100), (1, 5000), (3, 2000), (64, 8192), (3, 2**20)):
+    partials: dict[tuple[bool, bool], set[str]] = {}
+    merges: dict[tuple[int, int], set[str]] = {}
+    for batch, capacity in ((1, 100), (1, 5000), (1, 2000), (64, 8192), (60, 8000), (2, 2**20), (3, 2**20)):
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
         k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
         lens = torch.empty(batch, dtype=torch.int32, device="meta")
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
-        launches = decode_launch.plan(problem, inputs, None, out, lse, GPUS["sm_90"][1])
+        target = replace(GPUS["sm_90"][1], multiprocessors=132)
+        launches = decode_launch.plan(problem, inputs, None, out, lse, target)
         partial, merge = (compiled("sm_90", plan).hash for plan in launches)
-        partials.setdefault(tile_of(launches).OWNS_PAIR, set()).add(partial)
-        merges.setdefault((tile_of(launches).OWNS_PAIR, tile_of(launches[1:]).LANES), set()).add(merge)
-    pairs = {False, True} if tokens == 1 else {False}
-    assert set(partials) == pairs
-    assert {(True, 32), (False, 16)} <= set(merges) if tokens == 1 else set(merges) == {(False, 16), (False, 32)}
+        tile = tile_of(launches)
+        partials.setdefault((tile.OWNS_PAIR, tile.SEPARATE), set()).add(partial)
+        own = launches[1][2][-4]
+        merges.setdefault((own, tile_of(launches[1:]).LANES), set()).add(merge)
+    assert set(partials) == {(False, False)} | ({(True, False), (False, True)} if tokens == 1 else set())
+    assert set(merges) == MERGES[tokens]
     assert all(len(same) == 1 for same in (*partials.values(), *merges.values()))
 
 
 @pytest.mark.parametrize(
     ("tokens", "keys", "window", "splits"),
-    [(1, 1, None, 1), (1, 2048, None, 16), (1, 2049, None, 17), (1, 4096, None, 32), (1, 2**20, None, 32),
-     (1, 2**20, 1000, 9), (16, 1, None, 1), (16, 2048, None, 8), (16, 4096, None, 16), (16, 8192, None, 16),
-     (16, 8193, None, 17), (16, 16384, None, 32), (16, 2**20, None, 32), (16, 2**20, 1000, 5)],
+    [(1, 1, None, 1), (1, 2048, None, 16), (1, 2049, None, 17), (1, 4096, None, 32), (1, 16384, None, 32),
+     (1, 16385, None, 33), (1, 65536, None, 128), (1, 2**20, None, 128), (1, 2**20, 1000, 9),
+     (16, 1, None, 1), (16, 2048, None, 8), (16, 4096, None, 16), (16, 16384, None, 16), (16, 16385, None, 17),
+     (16, 2**17, None, 128), (16, 2**20, None, 128), (16, 2**20, 1000, 5)],
 )  # fmt: skip
 def test_room_for_the_splits_of_a_full_cache(tokens, keys, window, splits):
     """As `splits_of` counts them, wherever in a tile the first key lies.
 
-    One token: 128 keys, more from 4k on. Several: 256 keys, from 4k on a sixteenth, 512 from 8k on, more from 16k on.
+    One token: 128 keys, from 4k on a 32nd of all, from 16k on 512, more from 64k on. Several: 256 keys, from 4k on a
+    sixteenth, from 16k on 1024, more from 128k on.
     """
     q = torch.empty(1, 8, tokens, 128, dtype=BF16, device="meta")
     k = torch.empty(1, 2, keys, 128, dtype=BF16, device="meta")
@@ -168,13 +178,13 @@ def test_room_for_the_splits_of_a_full_cache(tokens, keys, window, splits):
     room = decode_launch.most_splits(problem, tile)
     assert room == splits
     seen = keys if window is None else window + tokens
-    merged = replace(tile, LANES=tile.FEW)  # as a merge of no more sees it
-    for length in {seen, keys, *(n for n in range(1, 20000, 61) if n <= keys), keys - 1, keys - 31} - {0}:
+    merged = replace(tile, LANES=power_of_two(room))  # as the merge sees it
+    some = (n for n in [*range(1, 20000, 61), *range(20000, 200000, 617)] if n <= keys)
+    for length in {seen, keys, *some, keys - 1, keys - 31} - {0}:
         lo = max(0, length - seen)
         tiles = -(-length // tile.BLOCK_N) - lo // tile.BLOCK_N
         assert -(-tiles // tiles_each(tiles, tile)) <= room
-        if room <= tile.FEW:
-            assert tiles_each(tiles, merged) == tiles_each(tiles, tile)
+        assert tiles_each(tiles, merged) == tiles_each(tiles, tile)
 
 
 def tiles_each(tiles: int, tile: DecodeTile) -> int:

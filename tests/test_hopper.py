@@ -17,7 +17,8 @@ from flashattn_lite.errors import BackendError
 from flashattn_lite.kernels import tuning_hopper
 from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
-from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, check, check_packed
+from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, assert_close_to_oracle, check, check_packed
+from flashattn_lite.testing.results import assert_same_bits
 
 PROBLEMS = {"cpu": 1, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
 SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
@@ -88,6 +89,23 @@ def test_tensors_that_are_expanded(over, hopper_device):
     assert all(map(torch.equal, fa.attention(q, k, v, **options), fa.attention(q, k.clone(), v.clone(), **options)))
     q = q[:1].expand(2, -1, -1, -1)
     assert all(map(torch.equal, fa.attention(q, k, v, **options), fa.attention(q.clone(), k, v, **options)))
+
+
+@pytest.mark.parametrize(("tokens", "heads_kv"), [(20, 1), (100, 2), (200, 1)])
+def test_more_parts_of_long_contexts(tokens, heads_kv, hopper_device):
+    """Past FEW_PARTS of them: the oracle, and the bits of one sequence alone."""
+    if hopper_device.type != "cuda":
+        pytest.skip("tens of thousands of keys take long without a GPU")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 64, device=hopper_device, dtype=torch.bfloat16)
+               for heads, n in ((8, tokens), (heads_kv, 70_001), (heads_kv, 70_001)))  # fmt: skip
+    lens = torch.tensor([70_001, 33_333], dtype=torch.int32, device=hopper_device)
+    options = {"causal": True, "kv_lens": lens, "sinks": torch.linspace(-1, 3, 8, device=hopper_device)}
+    out, lse = fa.attention(q, k, v, **options, return_lse=True, backend="hopper")
+    assert_close_to_oracle(out, lse, Case(q, k, v, **options))
+    options["kv_lens"] = lens[1:]
+    alone = fa.attention(q[1:], k[1:], v[1:], **options, return_lse=True, backend="hopper")
+    assert_same_bits((out[1:], lse[1:]), alone, "the second of two sequences", None)
 
 
 @pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)

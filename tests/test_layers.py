@@ -16,6 +16,7 @@ PACKAGE = ROOT / "flashattn_lite"
 ROOMS = [
     "errors problem scalars arguments arguments_decode arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
+    "kernels.tuning_decode "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "
@@ -54,6 +55,8 @@ NEIGHBOURS = {
     ("kernels.tuning_hopper", "kernels.tuning"),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
+    ("kernels.tuning_decode", "kernels.tuning"),
+    ("kernels.tuning_decode", "target"),
     ("kernels.attention", "kernels.attention_tiles"),
     ("kernels.attention_launch", "kernels.attention"),
     ("kernels.attention_launch", "kernels.uncovered"),

@@ -31,8 +31,18 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning import DecodeConfig
-from flashattn_lite.kernels.tuning_hopper import LAST_TILES, PARTS, HopperConfig, hopper_tile, pieces, pieces_of_v
+from flashattn_lite.kernels.tuning_decode import DecodeConfig
+from flashattn_lite.kernels.tuning_hopper import (
+    FEW_PARTS,
+    HOPPER_SPLITS,
+    LAST_TILES,
+    LONG_PARTS,
+    PARTS,
+    HopperConfig,
+    hopper_tile,
+    pieces,
+    pieces_of_v,
+)
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -51,7 +61,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
         reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
-    parts = 1 if problem.features.varlen else PARTS
+    parts = PARTS if problem.len_q <= HOPPER_SPLITS[-1][0] and not problem.features.varlen else 1
     tasks = problem.batch * problem.heads_q * triton.cdiv(problem.len_q, ROWS.value) * parts
     if tasks >= MOST_TASKS:
         reasons.append(f"it counts fewer than {MOST_TASKS} tiles of {ROWS.value} rows; these may be {tasks}")
@@ -97,6 +107,8 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         CARRIED=config.carried,
         TURNS=config.turns,
         SPLIT=config.split,
+        FEW=FEW_PARTS,
+        LONG=LONG_PARTS * config.split,
         LANES=PARTS,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=rows_differ(problem, mask, config.pack),
@@ -208,12 +220,11 @@ def merge_of(
     problem: AttentionProblem, inputs: Inputs, tile: HopperTile, out: Tensor, lse: Tensor, target: Target
 ) -> Merge:
     """The launch behind one that takes the keys in parts."""
-    config = DecodeConfig(
-        tile.BLOCK_M, tile.BLOCK_N, tile.SPLIT, 4, 1, lanes=tile.LANES, chain=1, columns=(128, 128, 128)
-    )
+    splits = tile.SPLIT, tile.FEW, tile.LONG
+    config = DecodeConfig(tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=1, columns=(128, 128, 128))
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
     parts = decode_launch.most_splits(problem, merged)
-    return Merge(problem, merged, parts, 1, config.merge_registers, out, lse, target)
+    return Merge(problem, merged, parts, 1, config, out, lse, target)
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:

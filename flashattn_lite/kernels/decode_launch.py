@@ -17,7 +17,8 @@ from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, rows_differ, vectorised
 from flashattn_lite.kernels.start import Starter, on
-from flashattn_lite.kernels.tuning import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills, padded
+from flashattn_lite.kernels.tuning import padded
+from flashattn_lite.kernels.tuning_decode import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target, takes_tf32
@@ -51,7 +52,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
     return DecodeTile(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLIT=config.split,
+        SPLIT=config.splits[0],
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
@@ -63,15 +64,13 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         ONE=problem.len_q == 1,
         UNEQUAL=mask_rows or (problem.len_q > 1 and (features.left or features.right)),
         MASK_ROWS=mask_rows,
-        LONG=config.long or config.split,
-        FEW=config.few,
+        FEW=config.splits[1],
+        LONG=config.splits[2],
         LANES=config.lanes,
         CHAIN=config.chain,
         PAIRED=config.paired,
         OWNS_PAIR=False,
         SEPARATE=False,
-        COLUMNS=min(config.columns[0], padded(problem.head_dim_v)),
-        OWN_COLUMNS=min(config.columns[1], padded(problem.head_dim_v)),
         FLAT=config.flat,
         PDL=target.is_cuda(90),
     )
@@ -109,7 +108,7 @@ class Call:
         several = 1 if tile.UNEQUAL else config.several
         own, of_a_state = splits_owned(splits, num_m * heads, replace(config, several=several), target)
         if of_a_state > tile.CHAIN:
-            tile = replace(tile, OWNS_PAIR=True, OWN_COLUMNS=min(config.columns[2], padded(problem.head_dim_v)))
+            tile = replace(tile, OWNS_PAIR=True)
         elif own > of_a_state:
             tile = replace(tile, SEPARATE=True)
         self.tile = tile
@@ -128,7 +127,7 @@ class Call:
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
         self.partial = Starter(partial_kernel, num_m * programs * heads, partial)
-        self.merge = Merge(problem, tile, states, of_a_state, config.merge_registers, out, lse, target)
+        self.merge = Merge(problem, tile, states, of_a_state, config, out, lse, target)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
@@ -176,10 +175,12 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
     """Splits of one program, and of one state: a pair of chains or a chain, the most with which programs fill the GPU.
 
     Else a state is one split's, of which a program has several where there would be many and one wave holds these.
+    Of long splits half as many programs are enough.
     """
+    programs = max(1, config.programs // 2) if splits > config.splits[1] else config.programs
     choices = (2 * config.chain, config.chain) if config.owns_pairs and splits > config.chain else (config.chain,)
     for own in choices:
-        if fills(rows * triton.cdiv(splits, own), config.programs, target):
+        if fills(rows * triton.cdiv(splits, own), programs, target):
             return own, own
     several = rows * triton.cdiv(splits, config.several)
     fit = several <= config.programs * target.multiprocessors

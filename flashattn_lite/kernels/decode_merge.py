@@ -25,11 +25,11 @@ def sum_by_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         return sum_by_halves(tl.sum(tl.reshape(x, [2, ROWS // 2, COLUMNS]), 0), ROWS // 2, COLUMNS)
 
 
-@triton.jit
-def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
-                  len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
-                  T: tl.constexpr):  # fmt: skip
-    """This program's COLUMNS of its row, from states of OWN splits each."""
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])
+def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
+                 parts, heads, len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, COLUMNS: tl.constexpr,
+                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """From `parts` states of a sequence and head, of OWN splits each."""
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     PARTS: tl.constexpr = max(1, T.CHAIN // OWN)  # of a chain
     CHAINS: tl.constexpr = T.LANES // (OWN * PARTS)  # pairs of chains, where a program owned one
@@ -52,9 +52,9 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
         part = chain * PARTS + i
         written = part * OWN * each < tiles
         at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
-        m_p = tl.load(states[0] + at, mask=written, other=EMPTY_M)
-        l_p = tl.load(states[1] + at, mask=written, other=EMPTY_L)
-        acc_ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+        m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
+        l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
+        acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
         wanted = written[:, None] & exists
         acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
         m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
@@ -80,17 +80,3 @@ def merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, s
     if block == 0:
         one = tl.arange(0, 1)
         tl.store(lse_ptr + b.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh + token + one, lse)
-
-
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "own", "heads", "len_q", "max_k", "diag_lo",
-                               "diag_hi"])  # fmt: skip
-def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 parts, own, heads, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    states = (m_ptr, l_ptr, acc_ptr)
-    OWN: tl.constexpr = 2 * T.CHAIN if T.OWNS_PAIR else T.CHAIN  # if not a single split
-    if not T.OWNS_PAIR and own == 1:
-        merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
-                      len_q, max_k, diag_lo, diag_hi, 1, T.COLUMNS, F, T)  # fmt: skip
-    else:
-        merge_columns(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, states, o_strides, stride_lb, stride_lh, parts, heads,
-                      len_q, max_k, diag_lo, diag_hi, OWN, T.OWN_COLUMNS, F, T)  # fmt: skip

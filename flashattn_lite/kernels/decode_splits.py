@@ -24,8 +24,8 @@ class DecodeTile:
     BLOCK_M: int  # packed query rows
     BLOCK_N: int  # keys
     SPLIT: int  # keys of a split, at least
-    LONG: int  # and where there are more than FEW
-    FEW: int
+    FEW: int  # of how many, at most
+    LONG: int  # keys of one, at least, where there are more
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
@@ -42,8 +42,6 @@ class DecodeTile:
     PAIRED: bool  # neighbouring chains are added up first, whoever does it
     OWNS_PAIR: bool  # and a program of `partial_kernel` owns two
     SEPARATE: bool  # or owns several splits, each with a state of its own; of one token, FLAT, and not UNEQUAL
-    COLUMNS: int  # of the output, a merging program where each split has a state
-    OWN_COLUMNS: int  # the same where a chain has one, or a pair
     FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys
     PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 

@@ -52,21 +52,14 @@ class HopperTile:
     MASK_COPIED: bool  # its tiles come by TMA, each with the K of its keys
     LIMIT: float  # of l_i, so that no p has left its dtype's range
     SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
+    FEW: int  # of how many, at most
+    LONG: int  # keys of one, at least, where there are more
     LANES: int  # parts of a sequence's keys, at most
 
     @property
     def PARTIAL(self) -> bool:
         """A task is a row tile and a part of the keys; (m, l, acc) leave in the place of lse and O, to be merged."""
         return self.SPLIT > 0
-
-    @property
-    def LONG(self) -> int:
-        """See `splits_of`: FEW parts are no fewer."""
-        return self.SPLIT
-
-    @property
-    def FEW(self) -> int:
-        return self.LANES
 
     @property
     def S_LAYOUT(self) -> Any:

@@ -13,9 +13,13 @@ from flashattn_lite.kernels.decode_merge import merge_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.operands import contiguous
 from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.tuning import padded, power_of_two
+from flashattn_lite.kernels.tuning_decode import DecodeConfig
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
+LEAST_LANES = 16  # a merge of fewer splits is no faster
+MERGED = 2048  # numbers of acc that a program, which is one warp, has to load: 64 registers a thread
 States = tuple[Tensor, Tensor, Tensor]  # m, l [B, Hkv, parts, G * L] and acc [B, Hkv, parts, G * L, Dv], flat, float32
 
 
@@ -28,26 +32,28 @@ class Merge:
         tile: DecodeTile,
         parts: int,
         own: int,
-        registers: int,
+        config: DecodeConfig,
         out: Tensor,
         lse: Tensor,
         target: Target,
     ) -> None:
         self.parts = parts
-        if parts * own <= tile.FEW:
-            tile = replace(tile, LANES=min(tile.LANES, tile.FEW))  # by which splits are the same, see `splits_of`
+        # It looks at no more splits than there can be, which are the same for it, see `splits_of`.
+        lanes = min(tile.LANES, max(LEAST_LANES, power_of_two(parts * own)))
+        columns = config.columns[0 if own == 1 else 1 if own <= tile.CHAIN else 2]
+        columns = min(columns, max(16, MERGED * own // lanes), padded(problem.head_dim_v))
         heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows
         self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
-        self.numbers = (out.stride(), *lse.stride()[:2], parts, own, *lengths, problem.features, tile)
+        self.numbers = (out.stride(), *lse.stride()[:2], parts, *lengths, own, columns, problem.features)
+        self.numbers += (replace(tile, LANES=lanes),)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
         if target.kind == "cuda":
-            options["maxnreg"] = registers
+            options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
-        columns = tile.COLUMNS if own == 1 else tile.OWN_COLUMNS
         self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, columns), options)
 
     def states(self, like: Tensor) -> States:

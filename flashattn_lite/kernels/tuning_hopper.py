@@ -166,7 +166,11 @@ HOPPER_MASKED: HopperTable = (
 # 1024 rows, 32k keys                   750     828.8  823.1; 822                       301.3  211.7  202.5; 225.3
 # So at 8192 keys, where few heads gain most and many lose least, for 512 rows; 1024 of 32 heads would lose a tenth.
 HOPPER_SPLITS = ((128, 1024), (256, 2048), (512, 8192))
-PARTS = 8  # of a sequence's keys, at most
+# A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
+# to PARTS. On an H100, 128 rows, at most 8 parts, at most 32 of 2048 keys; FlashAttention-3: 1 x 8 / 1 heads (8 x 16
+# rows) of 32k, 64k, 128k keys 45.6 28.3; 20.9, 83.6 29.3; 28.4, 155.4 47.4; 42.3, but 1 x 32 / 8 heads of 32k, 64k
+# 108.2 126.5; 115.5, 210.7 249.1 (16 of 4096: 226.7); 224.1.
+FEW_PARTS, LONG_PARTS, PARTS = 8, 4, 32
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 

@@ -78,6 +78,11 @@ def grouped(batch: int, len_q: int, len_kv: int, **rest: Any) -> Shape:
     return Shape(batch, 32, 8, len_q, len_kv, 128, causal=True, **rest)
 
 
+def one_key_head(len_q: int, len_kv: int) -> Shape:
+    """Causal, one sequence, eight query heads of 128: what one of eight GPUs has of a model with eight key heads."""
+    return Shape(1, 8, 1, len_q, len_kv, 128, causal=True)
+
+
 SHAPES = {
     "llama-512": grouped(1, 512, 512),
     "llama-2k": grouped(1, 2048, 2048),
@@ -118,6 +123,13 @@ SHAPES = {
     "chunk-16-of-8k": grouped(1, 16, 8192),
     "chunk-64-of-8k-x8": grouped(8, 64, 8192),
     "chunk-16-of-4k-x16": grouped(16, 16, 4096),
+    "chunk-512-of-32k": grouped(1, 512, 32768),
+    "chunk-512-1-key-head": one_key_head(512, 32768),
+    "tokens-16-1-key-head": one_key_head(16, 131072),
+    "token-32k-1-key-head": one_key_head(1, 32768),
+    "token-128k-1-key-head": one_key_head(1, 131072),
+    "token-512": grouped(1, 1, 512),
+    "token-512-d64": Shape(8, 12, 12, 1, 512, 64, causal=True),
     "token-32-heads": Shape(8, 32, 32, 1, 4096, 128, causal=True),
     "token-1-key-head": Shape(8, 32, 1, 1, 8192, 128, causal=True),
     "token-group-8": Shape(8, 64, 8, 1, 8192, 128, causal=True),

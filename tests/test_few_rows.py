@@ -212,22 +212,26 @@ def test_keys_seen_are_those_that_some_query_sees(seed):
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "options", "split"),
+    ("group", "rows", "keys", "options", "split"),
     [
-        (100, 8192, {"causal": True, "q_start": None}, 1024),
-        (100, 8192, {"causal": True, "q_start": 0}, 0),
-        (100, 8192, {"causal": True, "q_start": 3000}, 1024),
-        (100, 8192, {"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
-        (100, 8192, {"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
-        (200, 8192, {"causal": True, "q_start": None}, 2048),
-        (512, 16383, {"causal": True, "q_start": None}, 0),
-        (512, 16384, {"causal": True, "q_start": None}, 8192),
-        (513, 65536, {"causal": True, "q_start": None}, 0),
+        (1, 100, 8192, {"causal": True, "q_start": None}, 1024),
+        (1, 100, 8192, {"causal": True, "q_start": 0}, 0),
+        (1, 100, 8192, {"causal": True, "q_start": 3000}, 1024),
+        (1, 100, 8192, {"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
+        (1, 100, 8192, {"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
+        (1, 200, 8192, {"causal": True, "q_start": None}, 2048),
+        (1, 512, 16383, {"causal": True, "q_start": None}, 0),
+        (1, 512, 16384, {"causal": True, "q_start": None}, 8192),
+        (1, 513, 65536, {"causal": True, "q_start": None}, 0),
+        (4, 32, 2048, {"causal": True, "q_start": None}, 512),  # one row tile of a key/value head
+        (4, 33, 2048, {"causal": True, "q_start": None}, 1024),
+        (4, 32, 2047, {"causal": True, "q_start": None}, 0),
     ],
     ids=str,
 )
-def test_the_hopper_kernel_splits_keys_that_are_seen(rows, keys, options, split):
-    q, k = (torch.zeros(1, 8, n, 64, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
+def test_the_hopper_kernel_splits_keys_that_are_seen(group, rows, keys, options, split):
+    sizes = (2 * group, rows), (2, keys)
+    q, k = (torch.zeros(1, heads, n, 64, dtype=torch.bfloat16, device="meta") for heads, n in sizes)
     options = {"window_left": None, "window_right": None, "scale": 1.0, "softcap": None} | options
     assert hopper_tile(describe(Inputs(q, k, k), **options)).split == split
 

@@ -166,6 +166,12 @@ HOPPER_MASKED: HopperTable = (
 # 1024 rows, 32k keys                   750     828.8  823.1; 822                       301.3  211.7  202.5; 225.3
 # So at 8192 keys, where few heads gain most and many lose least, for 512 rows; 1024 of 32 heads would lose a tenth.
 HOPPER_SPLITS = ((128, 1024), (256, 2048), (512, 8192))
+# Where one row tile has all query heads of a K/V head, two at least: parts of 1024 and 512 keys; FlashAttention-3. 16
+# rows of 2k, 4k and 32k keys, 64 / 8 heads 20.0 15.8; 13.0, 20.3 17.6; 15.5, 57.9 60.4; 58.9, 8 / 1 heads 18.5 13.7;
+# 11.5, 18.5 13.8; 11.9, 46.0 28.2; 20.8, of 4k d64 14.7 12.4; 13.9, d256 33.2 28.9; 27.7, but 8 x 64 / 8 heads 46.6
+# 48.9; 38.4, 73.0 80.3; 60.4. With 16 parts, not 8, before they grow, 8k and 16k: 64 / 8 24.9 26.4; 22.6, 36.1 38.3;
+# 36.2, 8 / 1 18.6 14.2; 13.4, 27.9 19.0; 16.9, 8 x 64 / 8 127.3 146.1; 104.3.
+ONE_TILE_SPLIT = 512
 # A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
 # to PARTS. On an H100, 128 rows, at most 8 parts, at most 32 of 2048 keys; FlashAttention-3: 1 x 8 / 1 heads (8 x 16
 # rows) of 32k, 64k, 128k keys 45.6 28.3; 20.9, 83.6 29.3; 28.4, 155.4 47.4; 42.3, but 1 x 32 / 8 heads of 32k, 64k
@@ -202,6 +208,8 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
         keys = max(keys, SHORT)  # loads take registers, of which three blocks have few: 336 bytes of stack a thread
     seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
     split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and seen >= 2 * split), 0)
+    if split and problem.group > 1 and problem.group * problem.len_q <= 128:
+        split = ONE_TILE_SPLIT
     if split:
         keys, causal = 0, True  # parts take the tile of short causal sequences
 

@@ -99,7 +99,7 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
 
 def test_who_has_no_second_chain_owns_no_pair():
     config = DecodeConfig(16, 32, (128, 32, 512), 2, 3, paired=True, owns_pairs=True, programs=4)
-    owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
+    owned = [decode_launch.splits_owned(splits, 512, config, 4, H200) for splits in (1, 4, 5, 8)]
     assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 
 

@@ -224,7 +224,7 @@ def merge_of(
     config = DecodeConfig(tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=1, columns=(128, 128, 128))
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
     parts = decode_launch.most_splits(problem, merged)
-    return Merge(problem, merged, parts, 1, config, out, lse, target)
+    return Merge(problem, merged, parts, parts, (1, 1), config, out, lse, target)
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:

@@ -227,12 +227,14 @@ def add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs
     return acc
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "programs", "num_states", "own", "heads", "len_q",
-                               "max_k", "diag_lo", "diag_hi"])  # fmt: skip
+@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "programs", "num_states", "few_own", "long_own",
+                               "heads", "len_q", "max_k", "diag_lo", "diag_hi"])  # fmt: skip
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides,
-                   v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, own, heads, len_q, max_k,
-                   diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """programs, num_states: of a sequence and head, where it fills its cache."""
+                   v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, few_own, long_own, heads,
+                   len_q, max_k, diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """programs, num_states: of a sequence and head, at most. Its splits of one program: few_own, or long_own if it has
+    more than FEW.
+    """
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)
     if T.PDL:
@@ -254,6 +256,7 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
 
     lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
     first, tiles, each = splits_of(lo, hi, T)
+    own = tl.where(tiles > T.FEW * each, long_own, few_own)
     split, end = part * own, (part + 1) * own
     if split * each >= tiles:
         return

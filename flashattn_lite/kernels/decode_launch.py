@@ -106,20 +106,25 @@ class Call:
         splits = most_splits(problem, tile)
         # What is done again where rows see different keys is one state.
         several = 1 if tile.UNEQUAL else config.several
-        own, of_a_state = splits_owned(splits, num_m * heads, replace(config, several=several), target)
+        owners = owners_of(splits, num_m * heads, replace(config, several=several), target)
+        (few_own, _), (long_own, of_a_state) = owners
         if of_a_state > tile.CHAIN:
             tile = replace(tile, OWNS_PAIR=True)
-        elif own > of_a_state:
+        elif any(own > state for own, state in owners):
             tile = replace(tile, SEPARATE=True)
         self.tile = tile
-        programs, states = triton.cdiv(splits, own), triton.cdiv(splits, of_a_state)
+        programs, states = (
+            max(triton.cdiv(min(splits, tile.FEW), few), triton.cdiv(splits, long))
+            for few, long in zip(*owners, strict=True)
+        )
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         mask = inputs.mask
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
             None if mask is None else mask_strides(expanded_mask(problem, mask)),
-            *(step, k.shape[0], num_m, programs, states, own, *lengths, problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, programs, states, few_own, long_own, *lengths),
+            *(problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
         )
         partial: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -127,7 +132,7 @@ class Call:
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
         self.partial = Starter(partial_kernel, num_m * programs * heads, partial)
-        self.merge = Merge(problem, tile, states, of_a_state, config, out, lse, target)
+        self.merge = Merge(problem, tile, states, splits, [state for _, state in owners], config, out, lse, target)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
@@ -171,13 +176,33 @@ def plan(
     )
 
 
-def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> tuple[int, int]:
-    """Splits of one program, and of one state: a pair of chains or a chain, the most with which programs fill the GPU.
+Owner = tuple[int, int]  # splits of one program, and of one state
+
+
+def owners_of(splits: int, rows: int, config: DecodeConfig, target: Target) -> tuple[Owner, Owner]:
+    """Of sequences that have up to FEW splits, and of longer ones, in one launch for up to `splits` of each.
+
+    A cache may have room for far more keys than it holds, so both are looked for as if all had so many. One program
+    text serves both: it keeps splits apart or folds them, and where it folds pairs of chains, chains at least.
+    """
+    few_splits = min(splits, config.splits[1])
+    few = splits_owned(few_splits, rows, config, config.programs, target)
+    if few_splits == splits:
+        return few, few
+    chains = few[1] >= config.chain
+    # Long splits keep a GPU busy with half as many programs.
+    half = max(1, config.programs // 2)
+    long = splits_owned(splits, rows, replace(config, owns_pairs=config.owns_pairs and chains), half, target)
+    if long[1] < few[1]:
+        return few, few
+    return ((1, 1) if long[1] > 1 and not chains else few), long
+
+
+def splits_owned(splits: int, rows: int, config: DecodeConfig, programs: int, target: Target) -> Owner:
+    """A pair of chains or a chain, the most with which `programs` a multiprocessor fill the GPU.
 
     Else a state is one split's, of which a program has several where there would be many and one wave holds these.
-    Of long splits half as many programs are enough.
     """
-    programs = max(1, config.programs // 2) if splits > config.splits[1] else config.programs
     choices = (2 * config.chain, config.chain) if config.owns_pairs and splits > config.chain else (config.chain,)
     for own in choices:
         if fills(rows * triton.cdiv(splits, own), programs, target):

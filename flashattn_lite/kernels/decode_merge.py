@@ -25,25 +25,14 @@ def sum_by_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         return sum_by_halves(tl.sum(tl.reshape(x, [2, ROWS // 2, COLUMNS]), 0), ROWS // 2, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])
-def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 parts, heads, len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, COLUMNS: tl.constexpr,
-                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """From `parts` states of a sequence and head, of OWN splits each."""
-    blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
+@triton.jit
+def merged(states, first, r, rows, offs_d, tiles, each, OWN: tl.constexpr, LANES: tl.constexpr, T: tl.constexpr):
+    """(m [1], l [1], acc [1, COLUMNS]) of row r: the states `first` and behind, of OWN of up to LANES splits each."""
     PARTS: tl.constexpr = max(1, T.CHAIN // OWN)  # of a chain
-    CHAINS: tl.constexpr = T.LANES // (OWN * PARTS)  # pairs of chains, where a program owned one
+    CHAINS: tl.constexpr = LANES // (OWN * PARTS)  # pairs of chains, where a program owned one
     PAIRED: tl.constexpr = T.PAIRED and OWN <= T.CHAIN  # and the pairs are still to be added up
-    rows = T.GROUP if T.ONE else T.GROUP * len_q
-    at, block = divided(tl.program_id(0), blocks)
-    head, r = divided(at, rows)
-    b, h = divided(head, heads)
-    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
-    _, tiles, each = splits_of(lo, hi, T)
-    offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
+    COLUMNS: tl.constexpr = offs_d.shape[0]
     exists = (offs_d < T.HEAD_DIM_V)[None, :]
-    if T.PDL:
-        tl.extra.cuda.gdc_wait()
     m_c, l_c, acc_c = no_keys(CHAINS, COLUMNS)
     chain = tl.arange(0, CHAINS)
     if PAIRED:  # neighbours half of the chains apart: where the first sum takes them
@@ -51,10 +40,10 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     for i in tl.static_range(PARTS):
         part = chain * PARTS + i
         written = part * OWN * each < tiles
-        at = ((b.to(tl.int64) * heads + h) * parts + part) * rows + r
-        m_p = tl.load(m_ptr + at, mask=written, other=EMPTY_M)
-        l_p = tl.load(l_ptr + at, mask=written, other=EMPTY_L)
-        acc_ptrs = acc_ptr + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
+        at = (first + part) * rows + r
+        m_p = tl.load(states[0] + at, mask=written, other=EMPTY_M)
+        l_p = tl.load(states[1] + at, mask=written, other=EMPTY_L)
+        acc_ptrs = states[2] + at[:, None] * T.HEAD_DIM_V + offs_d[None, :]
         wanted = written[:, None] & exists
         acc_p = tl.load(acc_ptrs, mask=wanted, other=0.0, eviction_policy="evict_first")  # [CHAINS, COLUMNS]
         m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_p, l_p, acc_p)
@@ -64,7 +53,36 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     m_i = tl.max(m_c, 0) + tl.zeros([1], tl.float32)
     _, weight = shift(m_c[:, None], m_i[None, :])  # [CHAINS, 1]
     l_i = tl.reshape(sum_by_halves(weight * l_c[:, None], CHAINS, 1), [1])
-    acc = sum_by_halves(weigh(acc_c, weight), CHAINS, COLUMNS)  # [1, COLUMNS]
+    return m_i, l_i, sum_by_halves(weigh(acc_c, weight), CHAINS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])
+def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
+                 parts, heads, len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, LANES: tl.constexpr,
+                 LONG_OWN: tl.constexpr, LONG_LANES: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
+                 T: tl.constexpr):  # fmt: skip
+    """From states of OWN of up to LANES splits; of a sequence that has more than FEW (LONG_LANES of 0: none has),
+    of LONG_OWN of up to LONG_LANES. parts: states that there is room for.
+    """
+    blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
+    rows = T.GROUP if T.ONE else T.GROUP * len_q
+    at, block = divided(tl.program_id(0), blocks)
+    head, r = divided(at, rows)
+    b, h = divided(head, heads)
+    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    _, tiles, each = splits_of(lo, hi, T)
+    offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = (offs_d < T.HEAD_DIM_V)[None, :]
+    states, first = (m_ptr, l_ptr, acc_ptr), (b.to(tl.int64) * heads + h) * parts
+    if T.PDL:
+        tl.extra.cuda.gdc_wait()
+    if LONG_LANES == 0:
+        m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
+    else:
+        if tiles > T.FEW * each:
+            m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, LONG_OWN, LONG_LANES, T)
+        else:
+            m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
     offs_h, token = divided(r, 1 if T.ONE else len_q)
     head = h * T.GROUP + offs_h
     if F.sinks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,37 +24,45 @@ States = tuple[Tensor, Tensor, Tensor]  # m, l [B, Hkv, parts, G * L] and acc [B
 
 
 class Merge:
-    """The second launch of a problem whose keys are taken in parts, `own` splits each."""
+    """The second launch of a problem whose keys fall into splits. `parts`: states that there is room for, of each.
+
+    `owned`: splits of a state of sequences that have up to FEW, and of longer ones.
+    """
 
     def __init__(
         self,
         problem: AttentionProblem,
         tile: DecodeTile,
         parts: int,
-        own: int,
+        splits: int,
+        owned: Sequence[int],
         config: DecodeConfig,
         out: Tensor,
         lse: Tensor,
         target: Target,
     ) -> None:
         self.parts = parts
-        # It looks at no more splits than there can be, which are the same for it, see `splits_of`.
-        lanes = min(tile.LANES, max(LEAST_LANES, power_of_two(parts * own)))
-        columns = config.columns[0 if own == 1 else 1 if own <= tile.CHAIN else 2]
-        columns = min(columns, max(16, MERGED * own // lanes), padded(problem.head_dim_v))
+        own, long_own = owned
+        few = min(tile.FEW, tile.LANES)
+        lanes, long_lanes = min(few, max(LEAST_LANES, power_of_two(splits))), 0
+        columns = [columns_of(own, lanes, tile, config)]
+        if splits > few:
+            long_lanes = power_of_two(splits)
+            columns.append(columns_of(long_own, long_lanes, tile, config))
+        width = min(padded(problem.head_dim_v), *columns)
         heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows
         self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
-        self.numbers = (out.stride(), *lse.stride()[:2], parts, *lengths, own, columns, problem.features)
-        self.numbers += (replace(tile, LANES=lanes),)
+        self.numbers = (out.stride(), *lse.stride()[:2], parts, *lengths, own, lanes)
+        self.numbers += (long_own, long_lanes, width, problem.features, tile)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
-        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, columns), options)
+        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, width), options)
 
     def states(self, like: Tensor) -> States:
         """Room for the states, on the device of `like`."""
@@ -63,3 +71,9 @@ class Merge:
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
         return (out, lse, contiguous(inputs.sinks), contiguous(inputs.kv_lens), *states, *self.numbers)
+
+
+def columns_of(own: int, lanes: int, tile: DecodeTile, config: DecodeConfig) -> int:
+    """Of a program, if it has states of `own` of up to `lanes` splits."""
+    columns = config.columns[0 if own == 1 else 1 if own <= tile.CHAIN else 2]
+    return min(columns, max(16, MERGED * own // lanes))

@@ -90,7 +90,7 @@ def assert_same(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> Non
 
 
 def gradients_have_their_bits(attention: Any, case: Case) -> None:
-    """Those of q, k and v, twice, and for the last sequence alone."""
+    """Those of q, k and v, twice, and for the last sequence alone, where kernels of ours make them."""
     last = case.q.shape[0] - 1
     d_out = torch.randn(*case.q.shape[:3], case.v.shape[-1], generator=case.generator()).to(case.q)
 
@@ -100,6 +100,8 @@ def gradients_have_their_bits(attention: Any, case: Case) -> None:
 
     whole = gradients(case, d_out)
     assert_same(gradients(case, d_out), whole, "gradients, again")
+    if case.q.is_cuda and case.q.dtype == torch.float32 and max(case.q.shape[-1], case.v.shape[-1]) > 128:
+        return  # plain torch, whose products on a GPU are other ones for other batches (docs/design.md)
     alone = gradients(case.sequence(last), d_out[last:])
     assert_same(alone, [x[last:] for x in whole], "gradients of a sequence alone")
 

@@ -1,7 +1,7 @@
 """Products of plain torch, slot by slot. On the CPU a slot's bits follow from its own operands alone.
 
-A slot is a key/value head of a sequence. There `torch.bmm` multiplies one slot by another algorithm than several, and
-operands that lie between whole addresses otherwise than others (docs/design.md).
+A slot is a key/value head of a sequence. On the CPU `torch.bmm` multiplies one slot by another algorithm than several,
+and operands that lie between whole addresses otherwise than others (docs/design.md).
 """
 
 from __future__ import annotations

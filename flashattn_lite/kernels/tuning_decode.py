@@ -63,9 +63,10 @@ ONE_TOKEN_SPLITS = (128, 32, 512)  # where `decode_tile` takes four programs a m
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
+# More splits than the second number of SPLITS are long, and half as many programs fill a GPU. On an H100, 1 x 32k in
+# chains and single splits, 16 tokens 55.3 64.5, 4 tokens 50.8 54.9; one token, 1 x 128k, 178 and 183, in pairs of
+# chains 197.
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
-# More splits than the second number of SPLITS are long, and half as many programs fill a GPU. 1 x 32k in chains and
-# single splits, 16 tokens 55.3 64.5, 4 tokens 50.8 54.9; one token, 1 x 128k, 178 and 183, in pairs of chains 197.
 # One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
 # has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key
 # heads of 128: 1 x 1k 8.8 6.8, 1 x 2k 9.1 7.9, 1 x 4k 10.5 8.9, 2 x 2k 10.9 9.0, 4 x 1k 11.1 9.2, 8 x 4k 39.5 37.1,

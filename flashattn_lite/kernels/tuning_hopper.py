@@ -199,8 +199,8 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     `mask_bytes`: of an element of a mask that TMA can copy; 0: the mask has one row for all queries. None: there is no
     mask, or one that must be loaded.
     A function of these, of head dims, the number of query heads a K/V head, and of lengths in three places: the number
-    of keys in the tables (of packed sequences, whose neighbours would then decide, always SHORT), HOPPER_SPLITS, and
-    PACKED_ROWS.
+    of keys in the tables (of packed sequences, whose neighbours would then decide, always SHORT), HOPPER_SPLITS with
+    ONE_TILE_SPLIT, and PACKED_ROWS.
     """
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     keys, causal = SHORT if problem.features.varlen else problem.len_k, problem.features.right

@@ -26,8 +26,10 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 # Bytes of stack a thread, where not 0: what a chain's state waits in while a split is read, and cases with 255
 # registers for two passes, of which the second is the rare careful one.
 STACK_LIMIT = {
+    "one token, long, apart": 8,  # of a merge, by Triton 3.9
     "paged": 32,
     "16 tokens": 96,
+    "16 tokens, long": 96,
     "32 rows": 128,
     "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
@@ -40,19 +42,22 @@ PROGRAMS = {
     "one token": 4,
     "one token, a pair of chains": 4,
     "one token, splits apart": 4,
+    "one token, long, apart": 4,
     "bias, one token": 4,
     "padding": 4,
     "paged": 4,
     "wide, 64 rows": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
-EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide")  # the others on sm_90 alone
+EVERYWHERE = ("one token", "one token, a pair of chains", "one token, long, apart", "everything", "wide")  # else sm_90
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {}),
     "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 2048}),
     "one token, splits apart": (8, 1, 128, 128, BF16, {"multiprocessors": 3}),
+    "one token, long, apart": (8, 1, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
+    "16 tokens, long": (8, 16, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "32 rows": (16, 4, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
     "everything": (8, 5, 80, 40, BF16, {"window": (9, 3), "softcap": 30.0, "sinks": True, "paged": True}),

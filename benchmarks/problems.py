@@ -32,7 +32,7 @@ from flashattn_lite.testing.tensors import LAYOUTS, lay_out
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 128, 128, 16, 40, 72, 80, 96, 160, 192, 256)
 QUERIES = (1, 2, 4, 16, 33, 64, 128, 200, 257, 513, 1030, 2049)
-KEYS = (64, 100, 257, 1024, 1500, 2048, 4097, 8192, 9001)
+KEYS = (64, 100, 257, 1024, 1500, 2048, 4097, 8192, 9001, 20011, 70001)
 SCORES = {"cuda": 1 << 24, "cpu": 1 << 20}  # of a problem at most: the definition holds all of them, in float64
 Check = Callable[[Any, Case], None]
 

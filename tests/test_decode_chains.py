@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning_decode import DecodeConfig, fills
+from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, fills
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
@@ -83,7 +83,7 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
 def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, keys, splits, own, of_a_state):
     """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too.
 
-    Long splits: two programs a multiprocessor are enough.
+    Long splits: half as many programs are enough.
     """
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, 8, keys, 128, dtype=torch.bfloat16, device="meta")
@@ -97,8 +97,48 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
     assert call.tile.SEPARATE is (own > of_a_state)
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys", "owners"),
+    [(1, 1, 4096, ((1, 1), (1, 1))), (1, 1, 32768, ((1, 1), (2, 1))), (1, 1, 131072, ((1, 1), (4, 4))),
+     (2, 1, 131072, ((1, 1), (4, 4))), (8, 1, 32768, ((4, 4), (8, 8))), (64, 1, 131072, ((8, 8), (8, 8))),
+     (1, 16, 131072, ((1, 1), (4, 4))), (8, 16, 131072, ((4, 4), (4, 4)))],
+)  # fmt: skip
+def test_a_large_cache_that_holds_little_is_split_as_a_small_one(batch, tokens, keys, owners):
+    """Owners of up to FEW splits, and of more. Never apart beside chains, nor pairs beside one."""
+    k = torch.empty(batch, 8, keys, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
+    lens = torch.empty(batch, dtype=torch.int32, device="meta")
+    inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
+    config = decode_launch.config_of(problem, inputs, H200, False)
+    tile = decode_launch.tile_of(problem, inputs, H200, config, 0)
+    found = decode_launch.owners_of(decode_launch.most_splits(problem, tile), 8 * batch, config, H200)
+    assert found == owners
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sequences_go_one_of_two_ways_by_what_they_have(device, monkeypatch, rows):
+    """Some of one batch have up to FEW splits, some more; whoever owns them, the bits are the same."""
+    if device.type == "cpu" and not INTERPRETING:
+        pytest.skip("nothing is split on the CPU")
+    lens, keys = ([192, 60], 192) if INTERPRETING else ([40000, 17000, 9000, 4096, 300], 40000)
+    dim = 32 if INTERPRETING else 128
+    q, k, v = cache(device, batch=len(lens), heads=2, heads_kv=1, rows=rows, keys=keys, dim=dim, dtype=torch.float16)
+    lens = int32(lens, device)
+
+    def run(few, long):
+        monkeypatch.setattr(decode_launch, "owners_of", lambda *_: ((few, few), (long, long)))
+        monkeypatch.setattr(decode, "_ready", {})
+        return fa.attention_decode(q, k, v, lens, return_lse=True)
+
+    chain = 2 if INTERPRETING else 4
+    expected = run(1, 1)
+    ways = [(1, chain), (chain, chain)] + [(chain, 2 * chain)] * (rows == 1)
+    for few, long in ways:
+        assert_same_bits(expected, run(few, long), f"{few} and {long} splits a program", None)
+
+
 def test_who_has_no_second_chain_owns_no_pair():
-    config = DecodeConfig(16, 32, (128, 32, 512), 2, 3, paired=True, owns_pairs=True, programs=4)
+    config = DecodeConfig(16, 32, ONE_TOKEN_SPLITS, 2, 3, paired=True, owns_pairs=True, programs=4)
     owned = [decode_launch.splits_owned(splits, 512, config, 4, H200) for splits in (1, 4, 5, 8)]
     assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 

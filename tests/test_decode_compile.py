@@ -185,7 +185,7 @@ def test_room_for_the_splits_of_a_full_cache(tokens, keys, window, splits):
     room = decode_launch.most_splits(problem, tile)
     assert room == splits
     seen = keys if window is None else window + tokens
-    merged = replace(tile, LANES=power_of_two(room))  # as the merge sees it
+    merged = replace(tile, LANES=power_of_two(room))  # room for no more splits than there can be changes none
     some = (n for n in [*range(1, 20000, 61), *range(20000, 200000, 617)] if n <= keys)
     for length in {seen, keys, *some, keys - 1, keys - 31} - {0}:
         lo = max(0, length - seen)

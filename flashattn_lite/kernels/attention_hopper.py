@@ -28,8 +28,9 @@ Barriers (mbarrier; each side counts its own phase)
   settled          consumers -> producer: everything sent so far is finished and its verdict written
   cleaned          consumers -> consumers: V is free of what is not finite; all are done with it (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
-Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O, K and V
-STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a mask STAGES * BLOCK_N * BLOCK_M elements; at most 227 KiB.
+Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O (of a
+part's acc * 4), K and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a mask STAGES * BLOCK_N * BLOCK_M elements;
+at most 227 KiB.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """
@@ -41,7 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashattn_lite.kernels.hopper_again import again
-from flashattn_lite.kernels.hopper_epilogue import deliver
+from flashattn_lite.kernels.hopper_epilogue import deliver, write_sum
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, values_added
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
@@ -119,7 +120,7 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
     if T.PARTIAL:
         out = acc
-        gl.store(lse_ptrs + dst[2][0], weight, mask=rows.exists)
+        write_sum(weight, rows.exists, lse_ptrs, dst)
     else:
         out = finished(acc, weight, DTYPE, T)
     deliver(out, 0, T.O_SLOTS, dst, o_s, task, rows.exists, WG, F, T)

@@ -31,7 +31,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
-from flashattn_lite.kernels.tuning_decode import DecodeConfig
+from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import (
     FEW_PARTS,
     HOPPER_SPLITS,
@@ -220,7 +220,7 @@ def merge_of(
     problem: AttentionProblem, inputs: Inputs, tile: HopperTile, out: Tensor, lse: Tensor, target: Target
 ) -> Merge:
     """The launch behind one that takes the keys in parts."""
-    splits = tile.SPLIT, tile.FEW, tile.LONG
+    splits = Splits(tile.SPLIT, tile.FEW, tile.LONG)
     config = DecodeConfig(tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=1, columns=(128, 128, 128))
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
     parts = decode_launch.most_splits(problem, merged)
@@ -258,7 +258,8 @@ def of_states(problem: AttentionProblem, like: Tensor, parts: int, block: list[i
     rows, group, dim = problem.len_q, problem.group, problem.head_dim_v
     shape = [problem.batch, problem.heads_kv * parts, rows, group, dim]
     steps = (shape[1] * group * rows * dim, group * rows * dim, dim, rows * dim, 1)
-    return _descriptor(like.new_empty(1, dtype=torch.float32), shape, steps, [1, 1, *block])
+    base = like.new_empty(1, dtype=torch.float32)  # of the kind that is put in its place at each launch
+    return _descriptor(base, shape, steps, [1, 1, *block])
 
 
 def by_tma(mask: Tensor) -> bool:

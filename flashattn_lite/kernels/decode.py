@@ -232,8 +232,8 @@ def add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides,
                    v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, few_own, long_own, heads,
                    len_q, max_k, diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """programs, num_states: of a sequence and head, at most. Its splits of one program: few_own, or long_own if it has
-    more than FEW.
+    """programs, num_states: of a sequence and head, at most. few_own, long_own: splits of one program, where a sequence
+    has up to FEW, and where it has more.
     """
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)

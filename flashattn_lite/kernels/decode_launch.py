@@ -52,7 +52,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
     return DecodeTile(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLIT=config.splits[0],
+        SPLIT=config.splits.keys,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
@@ -64,8 +64,8 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         ONE=problem.len_q == 1,
         UNEQUAL=mask_rows or (problem.len_q > 1 and (features.left or features.right)),
         MASK_ROWS=mask_rows,
-        FEW=config.splits[1],
-        LONG=config.splits[2],
+        FEW=config.splits.few,
+        LONG=config.splits.long,
         LANES=config.lanes,
         CHAIN=config.chain,
         PAIRED=config.paired,
@@ -185,17 +185,16 @@ def owners_of(splits: int, rows: int, config: DecodeConfig, target: Target) -> t
     A cache may have room for far more keys than it holds, so both are looked for as if all had so many. One program
     text serves both: it keeps splits apart or folds them, and where it folds pairs of chains, chains at least.
     """
-    few_splits = min(splits, config.splits[1])
+    few_splits = min(splits, config.splits.few)
     few = splits_owned(few_splits, rows, config, config.programs, target)
     if few_splits == splits:
         return few, few
-    chains = few[1] >= config.chain
-    # Long splits keep a GPU busy with half as many programs.
-    half = max(1, config.programs // 2)
-    long = splits_owned(splits, rows, replace(config, owns_pairs=config.owns_pairs and chains), half, target)
+    folds = few[1] > 1  # else `several` splits apart, or one
+    half = max(1, config.programs // 2)  # long splits keep a GPU busy with half as many programs
+    long = splits_owned(splits, rows, replace(config, owns_pairs=config.owns_pairs and folds), half, target)
     if long[1] < few[1]:
         return few, few
-    return ((1, 1) if long[1] > 1 and not chains else few), long
+    return (few if folds or long[1] == 1 else (1, 1)), long
 
 
 def splits_owned(splits: int, rows: int, config: DecodeConfig, programs: int, target: Target) -> Owner:

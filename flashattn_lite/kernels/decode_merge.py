@@ -61,8 +61,9 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
                  parts, heads, len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, LANES: tl.constexpr,
                  LONG_OWN: tl.constexpr, LONG_LANES: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
                  T: tl.constexpr):  # fmt: skip
-    """From states of OWN of up to LANES splits; of a sequence that has more than FEW (LONG_LANES of 0: none has),
-    of LONG_OWN of up to LONG_LANES. parts: states that there is room for.
+    """From states of OWN of up to LANES splits each, of which there is room for `parts` in a sequence and head.
+
+    Where a sequence has more than FEW, LONG_OWN and LONG_LANES; LONG_LANES of 0: none has.
     """
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     rows = T.GROUP if T.ONE else T.GROUP * len_q

@@ -14,7 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashattn_lite.kernels.device.scores import row_maximum
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
-from flashattn_lite.kernels.hopper_epilogue import columns, of_pieces, out_pointers, state_pointers, write_state
+from flashattn_lite.kernels.hopper_epilogue import (
+    columns,
+    of_pieces,
+    out_pointers,
+    state_pointers,
+    write_state,
+    write_sum,
+)
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
@@ -129,7 +136,7 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
     mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes
     if T.PARTIAL:
         if mode == REDO:
-            gl.store(lse_ptrs + dst[2][0], weight, mask=asked)
+            write_sum(weight, asked, lse_ptrs, dst)
             write_state(acc, asked, dst, lse, task, WG, T)
         else:
             move_state(acc, mode, rows.exists, dst, lse, task, WG, T)

@@ -60,7 +60,7 @@ def send_rows(dst, buffer, column: gl.constexpr, task, WG: gl.constexpr, F: gl.c
     fence_async_shared()
     kv_head, in_group = heads_of(task, T)
     row = task.start_q + task.first + WG * (ROWS // T.PACK)
-    if T.PARTIAL:
+    if T.PARTIAL:  # the parts of a key/value head, dst[2][1] of them, lie behind one another
         kv_head = kv_head * dst[2][1] + task.part
     tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, column], buffer)
 
@@ -89,6 +89,12 @@ def out_pointers(dst, offs_r, column, COLUMNS: gl.constexpr, task, LAYOUT: gl.co
     rows = out_ptr + entry_of(task, F).to(gl.int64) * step_b + head.to(gl.int64) * step_h
     rows += (task.start_q + pos).to(gl.int64) * step_m
     return rows[:, None] + offs_d[None, :], (offs_d < T.HEAD_DIM_V)[None, :]
+
+
+@gluon.jit
+def write_sum(l_row, exists, lse_ptrs, dst):
+    """Writes a consumer's rows of l where a task is a part of the keys: dst[2][0] behind m."""
+    gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
 
 
 @gluon.jit

@@ -43,26 +43,24 @@ class Merge:
     ) -> None:
         self.parts = parts
         own, long_own = owned
-        few = min(tile.FEW, tile.LANES)
-        lanes, long_lanes = min(few, max(LEAST_LANES, power_of_two(splits))), 0
-        columns = [columns_of(own, lanes, tile, config)]
-        if splits > few:
-            long_lanes = power_of_two(splits)
-            columns.append(columns_of(long_own, long_lanes, tile, config))
-        width = min(padded(problem.head_dim_v), *columns)
+        lanes = min(tile.FEW, max(LEAST_LANES, power_of_two(splits)))
+        long_lanes = power_of_two(splits) if splits > tile.FEW else 0
+        columns = min(padded(problem.head_dim_v), columns_of(own, lanes, tile, config))
+        if long_lanes:
+            columns = min(columns, columns_of(long_own, long_lanes, tile, config))
         heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows
         self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         self.numbers = (out.stride(), *lse.stride()[:2], parts, *lengths, own, lanes)
-        self.numbers += (long_own, long_lanes, width, problem.features, tile)
+        self.numbers += (long_own, long_lanes, columns, problem.features, tile)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
-        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, width), options)
+        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, columns), options)
 
     def states(self, like: Tensor) -> States:
         """Room for the states, on the device of `like`."""

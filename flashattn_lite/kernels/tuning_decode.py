@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -11,13 +12,21 @@ from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
 
 
+class Splits(NamedTuple):
+    """Into what a sequence's keys fall, see `splits_of`."""
+
+    keys: int  # of one, at least
+    few: int  # of so many, at most
+    long: int  # keys of one, at least, where there are more
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The decoding kernels: rows and keys of a tile, keys of a split (see `splits_of`), warps, pipeline stages."""
+    """The decoding kernels: rows and keys of a tile, splits, warps, pipeline stages."""
 
     block_m: int
     block_n: int
-    splits: tuple[int, int, int]  # keys of one, at least; of how many at most; keys of one where there are more
+    splits: Splits
     num_warps: int
     num_stages: int
     lanes: int = 128  # splits of a sequence, at most
@@ -37,9 +46,9 @@ class DecodeConfig:
 # Bytes of K and V a tile. 1 x 32k, 8 x 8k, 64 x 8k keys in splits of 1024: 32 keys a tile, four stages 3531, 3807 and
 # 4267; 64 keys, two stages 3307, 3894 and 4346. A read: 4155, 4373, 4646.
 DECODE_TILE_BYTES = 16 << 10
-# Keys of a split, at least; how many splits there may be of fewer keys than the third number, 16 so that 8 key heads
-# are a program a multiprocessor. Longer ones leave most of a GPU idle, shorter ones too many states. Microseconds on an
-# H100, 32 query and 8 key heads of 128: 512 keys; of 256, and of 128, at most 16; of 128 at most 32; FlashAttention-3:
+# 16, so that 8 key heads are a program a multiprocessor. Longer splits leave most of a GPU idle, shorter ones too many
+# states. Microseconds on an H100, 32 query and 8 key heads of 128: 512 keys; of 256, and of 128, at most 16; of 128 at
+# most 32; FlashAttention-3:
 #    4 tokens  1 x 1k  12.8  9.2  7.9  8.1; 10.5   16 tokens  1 x 1k   16.3  11.7  10.2  11.3; 11.0
 #              1 x 2k  13.3  9.8  9.2 10.1; 11.7              1 x 2k   16.9  12.2  11.5  13.2; 12.2
 #              1 x 4k  14.0 12.1 12.1 14.6; 13.8              1 x 4k   17.6  14.2  14.2  18.0; 14.4
@@ -57,13 +66,13 @@ DECODE_TILE_BYTES = 16 << 10
 #  32 / 8 heads 48.0 49.4; 55.4, 49.9   177.6 177.8; 189.6, 180.2                  76.8 48.6; 58.9, 49.5
 # Four tokens, long splits of 512 keys and of 1024, 16k, 32k and 128k keys; FlashAttention-3: 8 / 1 heads 15.7 23.1;
 # 15.5, 16.3 23.9; 18.6, 32.1 32.1; 39.1 (at most 32 splits 17.5, 25.9, 75.3), 32 / 8 30.7 28.2; 32.3, 50.8 52.0; 54.7.
-SPLITS = (256, 16, 512)
-ONE_TOKEN_SPLITS = (128, 32, 512)  # where `decode_tile` takes four programs a multiprocessor: see MANY
+SPLITS = Splits(256, 16, 512)
+ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four programs a multiprocessor: see MANY
 # Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
 # longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
 # 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
 # and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
-# More splits than the second number of SPLITS are long, and half as many programs fill a GPU. On an H100, 1 x 32k in
+# More than `few` splits are long, and half as many programs fill a GPU. On an H100, 1 x 32k in
 # chains and single splits, 16 tokens 55.3 64.5, 4 tokens 50.8 54.9; one token, 1 x 128k, 178 and 183, in pairs of
 # chains 197.
 FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
@@ -103,8 +112,8 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     rows = padded(problem.group * problem.len_q)
     if target.interpreting:
         # So that small tests cross borders.
-        small = DecodeConfig(min(rows, 32), 16, (32, 2, 64), 4, 1, 4, chain=2, flat=False, columns=(16, 32, 16))
-        one = replace(small, splits=(32, 4, 32), lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
+        small = DecodeConfig(min(rows, 32), 16, Splits(32, 2, 64), 4, 1, 4, chain=2, flat=False, columns=(16, 32, 16))
+        one = replace(small, splits=Splits(32, 4, 32), lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
         return one if problem.len_q == 1 else small
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize

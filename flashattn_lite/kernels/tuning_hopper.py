@@ -223,7 +223,7 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
         table = HOPPER_COPIED + HOPPER_TILES
     config = replace(next(serving(table)), split=split)
     if split and config.blocks == 1:
-        config = replace(config, o_slots=2)  # acc is twice as wide as O
+        config = replace(config, o_slots=2)  # acc leaves in twice as many pieces as O, and there is room
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))
     if mask_bytes:

@@ -76,14 +76,15 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "keys", "splits", "own", "of_a_state"),
-    [(1, 1, 8192, 32, 1, 1), (2, 1, 8192, 32, 2, 1), (8, 1, 8192, 32, 4, 4), (9, 1, 8192, 32, 1, 1),
+    [(1, 1, 8192, 32, 1, 1), (2, 1, 8192, 32, 2, 1), (4, 1, 8192, 32, 4, 4), (8, 1, 8192, 32, 8, 8),
      (16, 1, 8192, 32, 8, 8), (24, 1, 8192, 32, 4, 4), (64, 1, 8192, 32, 8, 8), (1, 16, 8192, 16, 1, 1),
-     (8, 16, 8192, 16, 4, 4), (1, 1, 32768, 64, 2, 1), (1, 1, 131072, 128, 4, 4), (1, 16, 131072, 128, 4, 4)],
+     (2, 16, 8192, 16, 1, 1), (4, 16, 8192, 16, 4, 4), (8, 16, 8192, 16, 4, 4), (9, 16, 8192, 16, 1, 1),
+     (1, 1, 32768, 64, 2, 1), (1, 1, 131072, 128, 4, 4), (1, 16, 131072, 128, 4, 4)],
 )  # fmt: skip
-def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, keys, splits, own, of_a_state):
-    """8 key heads of 8k keys on an H200: 9 sequences would leave half of the second wave empty, 24 in pairs too.
+def test_a_program_owns_a_chain_where_such_programs_are_enough(batch, tokens, keys, splits, own, of_a_state):
+    """8 key heads on an H200: of 8k keys, 9 sequences of 16 tokens would leave half of the second wave empty.
 
-    Long splits: half as many programs are enough.
+    Pairs are asked to leave less.
     """
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch, 8, keys, 128, dtype=torch.bfloat16, device="meta")
@@ -100,7 +101,7 @@ def test_a_program_owns_a_chain_where_such_programs_fill_the_gpu(batch, tokens, 
 @pytest.mark.parametrize(
     ("batch", "tokens", "keys", "owners"),
     [(1, 1, 4096, ((1, 1), (1, 1))), (1, 1, 32768, ((1, 1), (2, 1))), (1, 1, 131072, ((1, 1), (4, 4))),
-     (2, 1, 131072, ((1, 1), (4, 4))), (8, 1, 32768, ((4, 4), (8, 8))), (64, 1, 131072, ((8, 8), (8, 8))),
+     (2, 1, 131072, ((1, 1), (4, 4))), (8, 1, 32768, ((8, 8), (8, 8))), (64, 1, 131072, ((8, 8), (8, 8))),
      (1, 16, 131072, ((1, 1), (4, 4))), (8, 16, 131072, ((4, 4), (4, 4)))],
 )  # fmt: skip
 def test_a_large_cache_that_holds_little_is_split_as_a_small_one(batch, tokens, keys, owners):
@@ -137,14 +138,58 @@ def test_sequences_go_one_of_two_ways_by_what_they_have(device, monkeypatch, row
         assert_same_bits(expected, run(few, long), f"{few} and {long} splits a program", None)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_who_has_all_splits_writes_the_rows(device, monkeypatch, rows, chains, options):
+    """Where no sequence can have more splits than a program owns, there is no merge; the bits are those of one.
+
+    With sinks, for empty sequences too, and where rows see an infinity or must not see a NaN.
+    """
+    if device.type == "cpu" and not INTERPRETING:
+        pytest.skip("nothing is split on the CPU")
+    keys = (64 if rows == 1 else 128) * chains if INTERPRETING else (512 if rows == 1 else 1024) * chains
+    lens = int32([keys, 0, keys // 2 + 5, 1], device)
+    dim = 32 if INTERPRETING else 128
+    q, k, v = cache(device, batch=4, heads=2, heads_kv=1, rows=rows, keys=keys, dim=dim, dtype=torch.float16)
+    v[0, :, keys - 1, 3] = math.nan  # for the last row alone
+    v[:, :, keys // 2, 4] = math.inf
+    options = {**options, "sinks": torch.tensor([0.5, -math.inf], device=device)}
+    launches = []
+
+    def run(own):
+        def owned(splits, rows, config, target):
+            pairs = config.owns_pairs and splits > config.chain
+            return (1, 1) if own == 1 else ((1 + pairs) * config.chain, (1 + pairs) * config.chain)
+
+        monkeypatch.setattr(decode_launch, "splits_owned", owned)
+        monkeypatch.setattr(decode, "_ready", {})
+        plan = decode_launch.plan
+        monkeypatch.setattr(decode_launch, "plan", lambda *x: launches.append(len(p := plan(*x))) or p)
+        try:
+            return fa.attention_decode(q, k, v, lens, **options, return_lse=True)
+        finally:
+            monkeypatch.setattr(decode_launch, "plan", plan)
+
+    merged, alone = run(1), run(0)
+    assert_same_bits(alone, merged, "without a merge", None)
+    assert bool((alone[0][1] == 0).all()) and torch.equal(alone[1][1, 1], torch.full_like(alone[1][1, 1], -math.inf))
+    assert bool(alone[0][0, :, -1, 3].isnan().all()) and not bool(alone[0][0, :, :-1, 3].isnan().any())
+    if INTERPRETING:
+        assert launches == [2, 1 if rows == 1 or chains == 1 or "window" in options else 2]
+
+
 def test_who_has_no_second_chain_owns_no_pair():
     config = DecodeConfig(16, 32, ONE_TOKEN_SPLITS, 2, 3, paired=True, owns_pairs=True, programs=4)
-    owned = [decode_launch.splits_owned(splits, 512, config, 4, H200) for splits in (1, 4, 5, 8)]
+    owned = [decode_launch.splits_owned(splits, 512, config, H200) for splits in (1, 4, 5, 8)]
     assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 
 
 def test_fills():
-    assert fills(512, 4, H200)  # 97% of one wave's places
-    assert not fills(576, 4, H200)
+    assert fills(256, 4, H200)  # 48% of one wave's places
+    assert not fills(128, 4, H200)
+    assert not fills(576, 4, H200)  # 55% of two waves'
+    assert fills(768, 4, H200)
+    assert not fills(768, 4, H200, full=0.85)
     assert fills(0, 4, H200)  # nothing to launch
-    assert all(fills(programs, 4, H200) for programs in range(6 * 528, 12 * 528))
+    assert all(fills(programs, 4, H200) for programs in range(3 * 528, 12 * 528))

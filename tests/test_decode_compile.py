@@ -30,6 +30,7 @@ STACK_LIMIT = {
     "paged": 32,
     "16 tokens": 96,
     "16 tokens, long": 96,
+    "16 tokens, alone": 96,
     "32 rows": 128,
     "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
@@ -40,6 +41,7 @@ STACK_LIMIT = {
 }
 PROGRAMS = {
     "one token": 4,
+    "one token, alone": 4,
     "one token, a pair of chains": 4,
     "one token, splits apart": 4,
     "one token, long, apart": 4,
@@ -51,35 +53,37 @@ PROGRAMS = {
 EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide")  # the others on sm_90 alone
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
-    "one token": (8, 1, 128, 128, BF16, {}),
+    "one token": (8, 1, 128, 128, BF16, {"multiprocessors": 9}),
+    "one token, alone": (8, 1, 128, 128, BF16, {"keys": 128}),
     "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 65536}),  # with room for more than FEW splits
-    "one token, splits apart": (8, 1, 128, 128, BF16, {"multiprocessors": 3}),
+    "one token, splits apart": (8, 1, 128, 128, BF16, {"keys": 512, "multiprocessors": 3}),
     "one token, long, apart": (8, 1, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
+    "16 tokens, alone": (8, 16, 128, 128, BF16, {"keys": 256}),
     "16 tokens, long": (8, 16, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "32 rows": (16, 4, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
-    "everything": (8, 5, 80, 40, BF16, {"window": (9, 3), "softcap": 30.0, "sinks": True, "paged": True}),
-    "wide": (8, 4, 256, 256, FP16, {"window": (64, None)}),
+    "everything": (8, 5, 80, 40, BF16, {"window": (1500, 3), "softcap": 30.0, "sinks": True, "paged": True}),
+    "wide": (8, 4, 256, 256, FP16, {"window": (1500, None)}),
     "wide, 64 rows": (8, 16, 256, 256, FP16, {}),
     "unaligned": (8, 16, 33, 7, FP16, {}),
     "float32": (4, 2, 128, 128, FP32, {}),
-    "padding": (8, 1, 128, 128, BF16, {"mask": "padding"}),
+    "padding": (8, 1, 128, 128, BF16, {"mask": "padding", "multiprocessors": 9}),
     "bias": (8, 4, 128, 128, BF16, {"mask": "bias"}),
-    "bias, one token": (8, 1, 128, 128, BF16, {"mask": "bias", "multiprocessors": 3}),
+    "bias, one token": (8, 1, 128, 128, BF16, {"keys": 512, "mask": "bias", "multiprocessors": 3}),
 }
 
 
 def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.dtype, options: dict) -> tuple:
     options = dict(options)
-    batch, paged, keys = 2, options.pop("paged", False), options.pop("keys", 512)
+    batch, paged, keys = 2, options.pop("paged", False), options.pop("keys", 2048)
     target = replace(GPUS[gpu][1], multiprocessors=options.pop("multiprocessors", 1))
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
     k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
     shape = {"padding": (batch, 1, 1, keys), "bias": (1, heads, tokens, keys)}.get(options.pop("mask", ""))
     mask = None if shape is None else torch.zeros(shape, dtype=torch.bool if shape[1] == 1 else dtype)
-    table = torch.zeros(batch, 16, dtype=torch.int32) if paged else None
+    table = torch.zeros(batch, 64, dtype=torch.int32) if paged else None
     sinks = torch.zeros(heads) if options.pop("sinks", False) else None
     left, right = options.pop("window", (None, None))
     lens = torch.tensor([512, 100], dtype=torch.int32)
@@ -105,14 +109,14 @@ def test_decode_compiles(gpu, case):
     launches = plans(gpu, *CASES[case])
     assert tile_of(launches).OWNS_PAIR is ("pair" in case)
     assert tile_of(launches).SEPARATE is ("apart" in case)
-    for plan, name, programs in zip(
-        launches, ("partial_kernel", "merge_kernel"), (PROGRAMS.get(case, 2), 16), strict=True
-    ):
+    assert tile_of(launches).ALONE is (len(launches) == 1) is ("alone" in case)
+    expected = [("partial_kernel", PROGRAMS.get(case, 2)), ("merge_kernel", 16)][: len(launches)]
+    for plan, (name, programs) in zip(launches, expected, strict=True):
         kernel = compiled(gpu, plan)
         assert kernel.metadata.shared <= SHARED[gpu]
         code = kernel.asm["amdgcn" if gpu == "gfx942" else "ptx"]
         assert name in code
-        assert ("griddepcontrol" in code) == (gpu in ("sm_90", "sm_100"))
+        assert ("griddepcontrol" in code) == (gpu in ("sm_90", "sm_100") and len(launches) == 2)
         if gpu == "sm_90":
             assert usage(kernel).stack <= STACK_LIMIT.get(case, 0)
             assert usage(kernel).blocks(gpu) >= programs  # by which a launch is taken to fill the GPU
@@ -120,7 +124,16 @@ def test_decode_compiles(gpu, case):
 
 
 @pytest.mark.parametrize(
-    "case", ["one token", "one token, a pair of chains", "paged", "16 tokens", "wide, 64 rows", "everything"]
+    "case",
+    [
+        "one token",
+        "one token, alone",
+        "one token, a pair of chains",
+        "paged",
+        "16 tokens",
+        "wide, 64 rows",
+        "everything",
+    ],
 )
 def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     """Asynchronous copies straight to shared memory, and never a plain load of K or V in their stead."""
@@ -130,10 +143,15 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed
 
 
+# (OWNS_PAIR, SEPARATE, ALONE) of what follows.
+PARTIALS = {
+    1: {(False, False, False), (True, False, False), (False, True, False), (False, False, True)},
+    16: {(False, False, False), (False, False, True)},
+}
 # (splits of a state, splits that a merge looks at, the same of sequences with more than FEW), of what follows.
 MERGES = {
     1: {(1, 16, 1, 0), (1, 32, 1, 0), (8, 32, 8, 0), (1, 32, 1, 128)},
-    16: {(1, 16, 1, 0), (4, 16, 4, 0), (1, 16, 1, 128), (1, 16, 4, 128)},
+    16: {(1, 16, 1, 0), (4, 16, 4, 0), (1, 16, 4, 128)},
 }
 
 
@@ -141,12 +159,12 @@ MERGES = {
 def test_lengths_and_batch_do_not_recompile(tokens):
     """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
 
-    And one where it has two splits that stay apart (test_decode_chains.py has when). Merges differ by who folds chains,
-    and by how many splits there may be, in powers of two.
+    And one where it has two splits that stay apart (test_decode_chains.py has when), and one where nothing is left to
+    merge. Merges differ by who folds chains, and by how many splits there may be, in powers of two.
     """
-    partials: dict[tuple[bool, bool], set[str]] = {}
+    partials: dict[tuple[bool, bool, bool], set[str]] = {}
     merges: dict[tuple[int, ...], set[str]] = {}
-    for batch, capacity in ((1, 100), (1, 5000), (1, 2000), (64, 8192), (60, 8000), (2, 2**20), (3, 2**20)):
+    for batch, capacity in ((1, 100), (2, 70), (1, 5000), (1, 2000), (64, 8192), (60, 8000), (2, 2**20), (3, 2**20)):
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
         k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
         lens = torch.empty(batch, dtype=torch.int32, device="meta")
@@ -154,11 +172,12 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
         target = replace(GPUS["sm_90"][1], multiprocessors=132)
         launches = decode_launch.plan(problem, inputs, None, out, lse, target)
-        partial, merge = (compiled("sm_90", plan).hash for plan in launches)
+        partial, *merge = (compiled("sm_90", plan).hash for plan in launches)
         tile = tile_of(launches)
-        partials.setdefault((tile.OWNS_PAIR, tile.SEPARATE), set()).add(partial)
-        merges.setdefault(launches[1][2][-7:-3], set()).add(merge)
-    assert set(partials) == {(False, False)} | ({(True, False), (False, True)} if tokens == 1 else set())
+        partials.setdefault((tile.OWNS_PAIR, tile.SEPARATE, tile.ALONE), set()).add(partial)
+        if merge:
+            merges.setdefault(launches[1][2][-7:-3], set()).update(merge)
+    assert set(partials) == PARTIALS[tokens]
     assert set(merges) == MERGES[tokens]
     assert all(len(same) == 1 for same in (*partials.values(), *merges.values()))
 

@@ -2,7 +2,7 @@
 
 One program of `partial_kernel` owns `own` neighbouring splits, one, a chain or two chains (see `decode_splits.py`), or
 several that leave a state each, for the rows of one key/value head (the query heads that share it times the query
-tokens, BLOCK_M of them).
+tokens, BLOCK_M of them). If that is all that there can be, ALONE, it leaves finished rows, and there is no merge.
 Loop invariant: (m_i, l_i, acc) is these rows' state over the split's tiles so far at their running maximum, float32;
 (m_c, l_c, acc_c) that of the chain's splits before it, (m_p, l_p, acc_p) that of the chain before it.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole
+from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole, write_rows
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
 from flashattn_lite.kernels.device.state import EMPTY_L, update
@@ -227,17 +227,28 @@ def add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs
     return acc
 
 
-@triton.jit(do_not_specialize=["stride_tb", "pages", "num_m", "programs", "num_states", "few_own", "long_own",
-                               "heads", "len_q", "max_k", "diag_lo", "diag_hi"])  # fmt: skip
-def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, q_strides, k_strides,
-                   v_strides, mask_strides, stride_tb, pages, num_m, programs, num_states, few_own, long_own, heads,
-                   len_q, max_k, diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+@triton.jit
+def attend_again(q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo, hi, offs_m, len_k, diag_lo, diag_hi,
+                 scale_log2, softcap, dst, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """`attend_splits` with what is not finite in V given to those rows alone that see it."""
+    m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo, hi, offs_m, len_k,
+                                  diag_lo, diag_hi, scale_log2, softcap, dst, True, F, T)  # fmt: skip
+    return m_i, l_i, add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs_m, len_k, diag_lo,
+                                    diag_hi, F, T)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_tb", "pages", "num_m", "programs", "num_states",
+                               "few_own", "long_own", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])  # fmt: skip
+def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, out_ptr, lse_ptr,
+                   sinks_ptr, q_strides, k_strides, v_strides, mask_strides, o_strides, stride_lb, stride_lh, stride_tb,
+                   pages, num_m, programs, num_states, few_own, long_own, heads, len_q, max_k, diag_lo, diag_hi,
+                   scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """programs, num_states: of a sequence and head, at most. few_own, long_own: splits of one program, where a sequence
-    has up to FEW, and where it has more.
+    has up to FEW, and where it has more. m, l and acc, or, ALONE, out, lse and sinks: what is written.
     """
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)
-    if T.PDL:
+    if T.PDL and not T.ALONE:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
     head, at = divided(tl.program_id(0), programs * num_m)
@@ -258,8 +269,9 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
     first, tiles, each = splits_of(lo, hi, T)
     own = tl.where(tiles > T.FEW * each, long_own, few_own)
     split, end = part * own, (part + 1) * own
-    if split * each >= tiles:
-        return
+    if not T.ALONE:  # noqa: SIM102 (known when this is compiled); else who has no keys still writes rows
+        if split * each >= tiles:
+            return
 
     k_ptr += h.to(tl.int64) * (k_strides[1] // T.ALIGN * T.ALIGN)
     v_ptr += h.to(tl.int64) * (v_strides[1] // T.ALIGN * T.ALIGN)
@@ -280,14 +292,19 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
     dst = (states, first_row, offs_r, rows)
     m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, mask, start, last, each, lo, hi, offs_m, len_k,
                                   diag_lo, diag_hi, scale_log2, softcap, dst, False, F, T)  # fmt: skip
-    if not T.SEPARATE:
+    if not (T.SEPARATE or T.ALONE):
         store_state(*dst, m_i, l_i, acc, T)
     if T.UNEQUAL:
         failed = tl.max((acc * 0.0 != 0.0).to(tl.int32), 1)
         if tl.max(failed, 0) > 0:
-            m_i, l_i, acc = attend_splits(q, k_src, v_src, table_ptr, pages, mask, start, last, each, lo, hi, offs_m,
-                                          len_k, diag_lo, diag_hi, scale_log2, softcap, dst, True, F, T)  # fmt: skip
-            acc = add_infinities(acc, v_src, table_ptr, pages, mask, start, last, lo, hi, offs_m, len_k, diag_lo,
-                                 diag_hi, F, T)  # fmt: skip
-            tl.debug_barrier()  # the first store comes first
-            store_state(*dst, m_i, l_i, acc, T)
+            m_i, l_i, acc = attend_again(q, k_src, v_src, table_ptr, pages, mask, start, last, each, lo, hi, offs_m,
+                                         len_k, diag_lo, diag_hi, scale_log2, softcap, dst, F, T)  # fmt: skip
+            if not T.ALONE:
+                tl.debug_barrier()  # the first store comes first
+                store_state(*dst, m_i, l_i, acc, T)
+    if T.ALONE:
+        if T.PAIRED and not T.OWNS_PAIR:
+            m_i, l_i, acc = whole(m_i, l_i, acc)
+        offs_d = tl.arange(0, T.BLOCK_DV)
+        dst = (out_ptr, lse_ptr, sinks_ptr, o_strides, (stride_lb, stride_lh))
+        write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, offs_m, offs_r < rows, offs_d, True, F, T)

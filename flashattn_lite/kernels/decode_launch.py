@@ -18,7 +18,7 @@ from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, rows_differ, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import padded
-from flashattn_lite.kernels.tuning_decode import FEW_ROWS, MANY, DecodeConfig, decode_tile, fills
+from flashattn_lite.kernels.tuning_decode import FEW_ROWS, FULL_OF_PAIRS, MANY, DecodeConfig, decode_tile, fills
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target, takes_tf32
@@ -71,6 +71,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         PAIRED=config.paired,
         OWNS_PAIR=False,
         SEPARATE=False,
+        ALONE=False,
         FLAT=config.flat,
         PDL=target.is_cuda(90),
     )
@@ -112,17 +113,21 @@ class Call:
             tile = replace(tile, OWNS_PAIR=True)
         elif any(own > state for own, state in owners):
             tile = replace(tile, SEPARATE=True)
-        self.tile = tile
         programs, states = (
             max(triton.cdiv(min(splits, tile.FEW), few), triton.cdiv(splits, long))
             for few, long in zip(*owners, strict=True)
         )
+        alone = states == 1
+        if alone:
+            tile = replace(tile, ALONE=True, SEPARATE=False)
+        self.tile = tile
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
         mask = inputs.mask
         self.partial_numbers = (
             *(x.stride() for x in (q, k, v)),
             None if mask is None else mask_strides(expanded_mask(problem, mask)),
+            *((out.stride(), *lse.stride()[:2]) if alone else (None, 0, 0)),
             *(step, k.shape[0], num_m, programs, states, few_own, long_own, *lengths),
             *(problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
@@ -132,25 +137,30 @@ class Call:
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
         self.partial = Starter(partial_kernel, num_m * programs * heads, partial)
-        self.merge = Merge(problem, tile, states, splits, [state for _, state in owners], config, out, lse, target)
+        self.starters, self.merge = [self.partial], None
+        if not alone:
+            self.merge = Merge(problem, tile, states, splits, [state for _, state in owners], config, out, lse, target)
+            self.starters.append(self.merge.start)
 
-    def arguments(
-        self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of both launches; the first writes states that the second reads."""
-        states = self.merge.states(inputs.q)
+    def arguments(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> tuple[tuple[Any, ...], ...]:
+        """Of the launch, or of both; the first then writes states that the second reads."""
         table = None if table is None else in_rows(table)
         mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
-        partial = (*inputs[:3], table, contiguous(inputs.kv_lens), mask, *states, *self.partial_numbers)
+        read = (*inputs[:3], table, contiguous(inputs.kv_lens), mask)
+        if self.merge is None:
+            written = (None, None, None, out, lse, contiguous(inputs.sinks))
+            return ((*read, *written, *self.partial_numbers),)
+        states = self.merge.states(inputs.q)
+        partial = (*read, *states, None, None, None, *self.partial_numbers)
         return partial, self.merge.arguments(inputs, out, lse, states)
 
     def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
-        if self.merge.start.grid[0]:
-            on(out.device, self._launch, *self.arguments(inputs, table, out, lse))
+        if out.numel():
+            on(out.device, self._launch, self.arguments(inputs, table, out, lse))
 
-    def _launch(self, partial: tuple[Any, ...], merge: tuple[Any, ...]) -> None:
-        self.partial(partial)
-        self.merge.start(merge)
+    def _launch(self, arguments: tuple[tuple[Any, ...], ...]) -> None:
+        for start, args in zip(self.starters, arguments, strict=True):
+            start(args)
 
 
 def in_rows(table: Tensor) -> Tensor:
@@ -166,14 +176,11 @@ def plan(
     lse: Tensor,
     target: Target,
     config: DecodeConfig | None = None,
-) -> tuple[Plan, Plan]:
-    """Both launches, to look at or to compile."""
+) -> tuple[Plan, ...]:
+    """The launch, or both, to look at or to compile."""
     call = Call(problem, inputs, table, out, lse, target, config)
-    partial, merge = call.arguments(inputs, table, out, lse)
-    return (
-        (call.partial.kernel, call.partial.grid, partial, call.partial.options),
-        (call.merge.start.kernel, call.merge.start.grid, merge, call.merge.start.options),
-    )
+    arguments = call.arguments(inputs, table, out, lse)
+    return tuple((x.kernel, x.grid, args, x.options) for x, args in zip(call.starters, arguments, strict=True))
 
 
 Owner = tuple[int, int]  # splits of one program, and of one state
@@ -186,26 +193,27 @@ def owners_of(splits: int, rows: int, config: DecodeConfig, target: Target) -> t
     text serves both: it keeps splits apart or folds them, and where it folds pairs of chains, chains at least.
     """
     few_splits = min(splits, config.splits.few)
-    few = splits_owned(few_splits, rows, config, config.programs, target)
+    few = splits_owned(few_splits, rows, config, target)
     if few_splits == splits:
         return few, few
     folds = few[1] > 1  # else `several` splits apart, or one
-    half = max(1, config.programs // 2)  # long splits keep a GPU busy with half as many programs
-    long = splits_owned(splits, rows, replace(config, owns_pairs=config.owns_pairs and folds), half, target)
+    long = splits_owned(splits, rows, replace(config, owns_pairs=config.owns_pairs and folds), target)
     if long[1] < few[1]:
         return few, few
     return (few if folds or long[1] == 1 else (1, 1)), long
 
 
-def splits_owned(splits: int, rows: int, config: DecodeConfig, programs: int, target: Target) -> Owner:
-    """A pair of chains or a chain, the most with which `programs` a multiprocessor fill the GPU.
+def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -> Owner:
+    """A pair of chains or a chain, the most with which programs are enough for the GPU.
 
     Else a state is one split's, of which a program has several where there would be many and one wave holds these.
     """
-    choices = (2 * config.chain, config.chain) if config.owns_pairs and splits > config.chain else (config.chain,)
-    for own in choices:
-        if fills(rows * triton.cdiv(splits, own), programs, target):
-            return own, own
+    pair, chain = 2 * config.chain, config.chain
+    pairs = rows * triton.cdiv(splits, pair)
+    if config.owns_pairs and splits > chain and fills(pairs, config.programs, target, FULL_OF_PAIRS):
+        return pair, pair
+    if fills(rows * triton.cdiv(splits, chain), config.programs, target):
+        return chain, chain
     several = rows * triton.cdiv(splits, config.several)
     fit = several <= config.programs * target.multiprocessors
     return (config.several if fit and rows * splits > MANY * target.multiprocessors else 1), 1

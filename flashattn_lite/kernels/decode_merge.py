@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, weigh, whole
+from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, weigh, whole, write_rows
 from flashattn_lite.kernels.device.integers import divided
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, shift
 
 
 @triton.jit
@@ -73,7 +73,6 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
     lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
     _, tiles, each = splits_of(lo, hi, T)
     offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
-    exists = (offs_d < T.HEAD_DIM_V)[None, :]
     states, first = (m_ptr, l_ptr, acc_ptr), (b.to(tl.int64) * heads + h) * parts
     if T.PDL:
         tl.extra.cuda.gdc_wait()
@@ -84,18 +83,6 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
             m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, LONG_OWN, LONG_LANES, T)
         else:
             m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
-    offs_h, token = divided(r, 1 if T.ONE else len_q)
-    head = h * T.GROUP + offs_h
-    if F.sinks:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
-        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
-        acc = weigh(acc, alpha[:, None])
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    inv_l, lse = finish(m_i, l_i)
-    at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
-    out = acc * inv_l[:, None]
-    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
-    tl.store(out_ptr + at + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=exists)
-    if block == 0:
-        one = tl.arange(0, 1)
-        tl.store(lse_ptr + b.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh + token + one, lse)
+    offs_h, token = divided(r + tl.arange(0, 1), 1 if T.ONE else len_q)
+    dst = (out_ptr, lse_ptr, sinks_ptr, o_strides, (stride_lb, stride_lh))
+    write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, token, offs_h >= 0, offs_d, block == 0, F, T)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, merge, shift
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class DecodeTile:
     PAIRED: bool  # neighbouring chains are added up first, whoever does it
     OWNS_PAIR: bool  # and a program of `partial_kernel` owns two
     SEPARATE: bool  # or owns several splits, each with a state of its own; of one token, FLAT, and not UNEQUAL
+    ALONE: bool  # or has all that any sequence has, and writes the rows themselves: there is nothing to merge
     FLAT: bool  # a chain is one loop over its keys, not one over splits of one over keys
     PDL: bool  # the merge may be put on the card while the last splits still run (sm_90 and newer)
 
@@ -105,3 +106,26 @@ def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
     """The state of two disjoint sets of keys, the first of which came before."""
     m_i, l_i, alpha_a, alpha_b = merge(m_a, l_a, m_b, l_b)
     return m_i, l_i, weigh(acc_a, alpha_a[:, None]) + weigh(acc_b, alpha_b[:, None])
+
+
+@triton.jit
+def write_rows(dst, m_i, l_i, acc, b, head, token, exists, offs_d, first, F: tl.constexpr, T: tl.constexpr):
+    """Columns offs_d [C] of finished rows [R], with the sink, to `head` and `token` [R] of sequence b; lse if `first`.
+
+    dst: (out, lse, sinks, strides of out, of lse).
+    """
+    out_ptr, lse_ptr, sinks_ptr, o_strides, lse_strides = dst
+    if F.sinks:
+        sink = tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32) * LOG2E
+        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+        acc = weigh(acc, alpha[:, None])
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    inv_l, lse = finish(m_i, l_i)
+    at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
+    out = acc * inv_l[:, None]
+    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
+    wanted = exists[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
+    tl.store(out_ptr + at[:, None] + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=wanted)
+    if first:
+        lse_at = b.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + token
+        tl.store(lse_ptr + lse_at, lse, mask=exists)

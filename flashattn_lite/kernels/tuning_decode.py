@@ -68,14 +68,25 @@ DECODE_TILE_BYTES = 16 << 10
 # 15.5, 16.3 23.9; 18.6, 32.1 32.1; 39.1 (at most 32 splits 17.5, 25.9, 75.3), 32 / 8 30.7 28.2; 32.3, 50.8 52.0; 54.7.
 SPLITS = Splits(256, 16, 512)
 ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four programs a multiprocessor: see MANY
-# Where programs that own a chain of splits fill the GPU, they are faster than several times as many: fewer states,
-# longer reads. Microseconds, one split and one chain a program: 8 x 8k 70.9 and 68.5, four tokens 76.4 and 71.1,
-# 64 x 8k 516 and 492 (chains of eight 491); 16 tokens 83.7 and 78.7; pages of 16, 8 x 8k 77.9 and 75.0, 64 x 8k 535
-# and 514. Chains that fill an eighth of the places, 1 x 8k: 14 and 26.
-# More than `few` splits are long, and half as many programs fill a GPU. On an H100, 1 x 32k in
-# chains and single splits, 16 tokens 55.3 64.5, 4 tokens 50.8 54.9; one token, 1 x 128k, 178 and 183, in pairs of
-# chains 197.
-FULL = 0.85  # of the places that a launch's waves have; where between an eighth and 0.97 was not measured
+# Programs that own a chain of splits are faster than several times as many, if they are enough: fewer states, longer
+# reads. Microseconds on an H100, 8 key heads of 128, by programs of chains over the places that a GPU has: each split
+# a program (of one token two, see MANY), chains, of one token pairs of chains.
+#   0.24   1 token 4 x 2k 16.9 17.3 25.3, 2 x 8k 27.9 29.3 44.2    4 tokens 4 x 2k 19.1 21.6, 16 tokens 22.1 28.4
+#   0.36           6 x 2k 24.4 22.4 27.5, 3 x 8k 41.2 38.8 47.5             6 x 2k 27.1 24.5,           35.3 31.0
+#   0.48           8 x 2k 29.8 27.4 30.3, 4 x 8k 51.9 48.6 53.7             8 x 2k 32.3 29.2,           42.9 34.7
+#   0.73          12 x 2k 40.8 39.4 39.5, 6 x 8k 73.5 72.0 72.4            12 x 2k 45.2 41.2,           63.0 47.8
+#   0.85          14 x 2k 46.3 45.9 44.7, 7 x 8k 84.5 84.8 82.0             7 x 8k 88.1 85.9,          111.2 89.1
+#   1.09          18 x 2k 57.7 63.8 56.8, 9 x 8k  106  118  105             9 x 8k  112  136,           140  149
+#   1.21          20 x 2k 63.2 66.5 62.3, 10 x 8k 116  123  117            10 x 8k  123  139,           152  153
+#   1.45          24 x 2k 74.5 73.4 73.1, 12 x 8k 138  139  138            12 x 8k  148  143,           180  158
+# Long splits: one token of 1 x 32k (0.24) 50.7 53.4 81.3, 2 x 32k 97.3 91.3 101, 1 x 128k (0.48) 183 177 196; 16 tokens
+# of 1 x 32k (0.48) 64.5 55.3, 4 tokens 54.9 50.8. Where a chain or a pair is all that there is, nothing is merged, and
+# where all caches are that short: 64 x 512, one token 54.0 to 47.8, 4 tokens 61.8 to 50.0, 16 tokens 83.0 to 60.1; 256
+# x 256 113 to 95.7; 16 tokens of 8 x 256 16.1 to 11.1, of 64 x 1k 126 to 105. Short contexts in a large cache lose by
+# chains what full ones gain; so not from 0.3 on.
+# Pairs ask for more where there are more waves: 24 x 8k (1.45) 269.5 in chains and 293.6, 48 x 2k 140.5, 151.1; but 8 x
+# 8k (0.48) 95.9 and 93.7, 16 x 2k 51.5, 50.2, 64 x 8k (3.9) 720, 706.
+ONE_WAVE, FULL, FULL_OF_PAIRS = 0.4, 0.7, 0.85  # of the places, if one wave has all; of those that all waves have
 # One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
 # has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key
 # heads of 128: 1 x 1k 8.8 6.8, 1 x 2k 9.1 7.9, 1 x 4k 10.5 8.9, 2 x 2k 10.9 9.0, 4 x 1k 11.1 9.2, 8 x 4k 39.5 37.1,
@@ -93,14 +104,23 @@ MANY = 2
 # 68.5 69.3, pages 71.7 74.5; sixteen tokens, on wgmma, 87.0 75.7.
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds on an
 # H100, those of the Hopper kernel in brackets, FlashAttention-3's behind; 32 query and 8 key heads of 128, bf16:
-#   1 token   1 x 256   6.7 (8.9) 8.8,  1 x 512  6.9 (11.2) 10.6, 1 x 1k  7.3 (15.7) 10.3,  8 x 512 11.7 (12.8) 12.4,
-#             8 x 1k   16.9 (17.8) 18.5, 64 x 512 52.8 (51.6) 52.3, 64 x 1k 96.4 (95.2) 97.8
-#   4 tokens  1 x 256   8.6 (9.0) 8.8,  1 x 512  8.8 (11.3) 11.3, 1 x 1k  9.2 (16.0) 10.6,  8 x 512 13.7 (13.1) 13.5,
-#             8 x 1k   19.6 (18.6) 19.1, 64 x 512 61.5 (53.7) 53.8, 64 x 1k  105 (97.7) 97.7
-#   16 tokens 1 x 512  11.2 (11.4) 11.5, 1 x 1k  11.6 (16.0) 11.0, 1 x 2k 12.2 (18.5) 12.2, 8 x 1k  24.8 (19.0) 21.7,
-#             8 x 2k   43.1 (37.7) 34.0, 8 x 4k  56.1 (62.6) 55.8, 16 x 4k 109 (115) 96.6, 32 x 2k  115 (121) 98.2,
-#             64 x 1k   126 (103) 102
-FEW_ROWS = ((8, 512), (16, 1024), (64, 2048))
+#   1 token   1 x 16    3.7  (7.3)  6.7,  1 x 128   6.3  (7.7)  6.7,  1 x 384  6.8 (10.0) 10.5,  1 x 1k  7.3 (15.7) 10.3
+#             8 x 128   6.9  (8.7)  8.1,  8 x 384  10.4 (11.5) 11.8,  8 x 512 11.8 (13.1) 12.4,  8 x 1k 16.9 (17.8) 18.5
+#            64 x 64   10.1 (15.3) 19.4, 64 x 256  26.7 (31.3) 32.8, 64 x 512 48.2 (52.0) 52.8, 64 x 1k 95.7 (95.3) 98.5
+#   4 tokens  1 x 64    4.2  (7.2)  7.3,  1 x 256   7.3  (8.9)  8.8,  1 x 512  8.8 (11.3) 11.3,  1 x 1k  9.2 (16.0) 10.6
+#             8 x 128   5.9  (8.8)  8.1,  8 x 256   8.1 (10.2) 10.3,  8 x 512 13.6 (12.8) 13.4,  8 x 1k 19.8 (18.9) 19.5
+#            64 x 128  19.0 (20.4) 21.4, 64 x 256  29.3 (32.7) 31.9, 64 x 512 50.0 (53.5) 53.7, 64 x 1k 95.5 (97.8) 97.7
+#   16 tokens 1 x 256  10.0  (9.2)  8.9,  1 x 1k   11.6 (16.0) 11.0,  1 x 2k  12.2 (18.5) 12.2,  8 x 2k 34.7 (37.7) 34.0
+#             8 x 256  11.1 (10.9) 11.0,  8 x 1k   24.6 (19.4) 22.1,  8 x 4k  56.1 (62.6) 55.8, 32 x 2k  116  (127) 99.4
+#            16 x 1k   35.6 (30.8) 31.2, 16 x 4k    109  (115) 96.6, 64 x 512 60.1 (58.1) 57.4, 64 x 1k  105  (103)  103
+# 12 heads of 64 alone, 8 x 128 and 64 x 256: 1 token 5.0 (6.9) 8.9, 22.0 (23.2) 44.1, 8 tokens 4.7 (7.0) 8.0, 22.8
+# (23.9) 32.5. 8 heads of 256, 1 token: 8.0 (11.0) 9.3, 49.7 (52.0) 57.1. float32, beside the portable kernel: 1 token
+# 8 x 128 27.4 (37.6), 64 x 256 259 (472), 4 tokens 8 x 256 52.4 (64.5), 8 x 1k 96.3 (220). With a mask, beside SDPA:
+# padding, one token of 8 x 128 9.1 (9.6) 10.8, 64 x 512 49.4 (66.4) 57.5; a row a query, 4 tokens of 8 x 256 11.9
+# (13.1) 25.2, 16 tokens of 1 x 2k 19.9 (43.5) 53.4, 8 x 2k 64.9 (52.1) 102, 8 x 8k 148 (174) 362. Thousands of short
+# sequences, heads of 64: one token of 512 x 64 keys 51.4 (77.3), but of 8 heads alone 8 queries of 2048 x 64 keys 127
+# (108), 16 of 1024 x 16 62.9 (51.9), of 512 x 128, 12 heads, 79.2 (81.7).
+FEW_ROWS = ((4, 16), (16, 128), (64, 2048))
 
 
 def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
@@ -143,10 +163,11 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     return DecodeConfig(rows, block_n, SPLITS, 4, stages)
 
 
-def fills(programs: int, each: int, target: Target) -> bool:
-    """Whether so many programs of a launch, `each` of them on a multiprocessor at once, leave few places empty."""
+def fills(programs: int, each: int, target: Target, full: float = FULL) -> bool:
+    """Whether so many programs of a launch, `each` of them on a multiprocessor at once, are enough for a GPU."""
     places = target.multiprocessors * each
-    return programs >= FULL * -(-programs // places) * places
+    waves = -(-programs // places)
+    return programs >= (ONE_WAVE if waves == 1 else full) * waves * places
 
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:

@@ -37,7 +37,8 @@ from benchmarks.timing import Timing, median, sustained
 
 HEADS_Q, HEADS_KV, DIM, PAGE = 32, 8, 128, 16
 CELLS = ("1x1024", "1x1024x4", "1x1024x16", "1x2048", "1x4096", "1x4096x4", "1x4096x16", "1x8192", "1x32768",
-         "1x131072", "8x4096x16", "8x8192", "8x8192x4", "8x8192x16", "16x2048", "64x8192")  # fmt: skip
+         "1x131072", "4x8192x16", "8x2048x16", "8x4096x16", "8x8192", "8x8192x4", "8x8192x16", "16x2048", "64x512",
+         "64x1024x16", "64x8192")  # fmt: skip
 GRAPH_MS = 1.0  # of calls in one graph at least, at the speed of a read: its launch takes a few microseconds
 READ_BYTES_PER_MS = 4.5e9
 

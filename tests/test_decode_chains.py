@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, fills
+from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, enough
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
@@ -185,11 +185,14 @@ def test_who_has_no_second_chain_owns_no_pair():
     assert owned == [(4, 4), (4, 4), (8, 8), (8, 8)]
 
 
-def test_fills():
-    assert fills(256, 4, H200)  # 48% of one wave's places
-    assert not fills(128, 4, H200)
-    assert not fills(576, 4, H200)  # 55% of two waves'
-    assert fills(768, 4, H200)
-    assert not fills(768, 4, H200, full=0.85)
-    assert fills(0, 4, H200)  # nothing to launch
-    assert all(fills(programs, 4, H200) for programs in range(3 * 528, 12 * 528))
+def test_enough():
+    """Of the 528 places of an H200 for four programs each."""
+    assert enough(64, 16, 4, 4, H200)  # 256, one wave
+    assert not enough(32, 16, 4, 4, H200)  # 128
+    assert not enough(160, 12, 8, 4, H200, full=0.85)  # 320, of which each second has half as much to do
+    assert enough(320, 6, 8, 4, H200, full=0.85)  # one for each row
+    assert not enough(144, 16, 4, 4, H200)  # 576, 55% of two waves
+    assert enough(192, 16, 4, 4, H200)  # 768, 73%
+    assert not enough(192, 16, 4, 4, H200, full=0.85)
+    assert enough(0, 16, 4, 4, H200)  # nothing to launch
+    assert all(enough(rows, 1, 4, 4, H200) for rows in range(3 * 528, 12 * 528))

@@ -18,7 +18,7 @@ from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, rows_differ, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import padded
-from flashattn_lite.kernels.tuning_decode import FEW_ROWS, FULL_OF_PAIRS, MANY, DecodeConfig, decode_tile, fills
+from flashattn_lite.kernels.tuning_decode import FEW_ROWS, FULL_OF_PAIRS, MANY, DecodeConfig, decode_tile, enough
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target, takes_tf32
@@ -106,8 +106,8 @@ class Call:
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
         # What is done again where rows see different keys is one state.
-        several = 1 if tile.UNEQUAL else config.several
-        owners = owners_of(splits, num_m * heads, replace(config, several=several), target)
+        several, pairs = 1 if tile.UNEQUAL else config.several, config.owns_pairs and not problem.features.mask
+        owners = owners_of(splits, num_m * heads, replace(config, several=several, owns_pairs=pairs), target)
         (few_own, _), (long_own, of_a_state) = owners
         if of_a_state > tile.CHAIN:
             tile = replace(tile, OWNS_PAIR=True)
@@ -208,11 +208,10 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
 
     Else a state is one split's, of which a program has several where there would be many and one wave holds these.
     """
-    pair, chain = 2 * config.chain, config.chain
-    pairs = rows * triton.cdiv(splits, pair)
-    if config.owns_pairs and splits > chain and fills(pairs, config.programs, target, FULL_OF_PAIRS):
+    pair, chain, each = 2 * config.chain, config.chain, config.programs
+    if config.owns_pairs and splits > chain and enough(rows, splits, pair, each, target, FULL_OF_PAIRS):
         return pair, pair
-    if fills(rows * triton.cdiv(splits, chain), config.programs, target):
+    if enough(rows, splits, chain, each, target):
         return chain, chain
     several = rows * triton.cdiv(splits, config.several)
     fit = several <= config.programs * target.multiprocessors

@@ -1,4 +1,4 @@
-"""What both decoding kernels know: the splits that a sequence's keys fall into, and how their states are folded.
+"""What both decoding kernels know: the splits that a sequence's keys fall into, how states are folded, rows written.
 
 The keys that a sequence's rows see fall into at most T.FEW splits of T.SPLIT keys or more; where those would have more
 than T.LONG keys, into at most T.LANES of as many or more (`splits_of`). T.CHAIN neighbouring splits are a chain: their

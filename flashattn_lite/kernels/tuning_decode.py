@@ -85,8 +85,11 @@ ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four progra
 # x 256 113 to 95.7; 16 tokens of 8 x 256 16.1 to 11.1, of 64 x 1k 126 to 105. Short contexts in a large cache lose by
 # chains what full ones gain; so not from 0.3 on.
 # Pairs ask for more where there are more waves: 24 x 8k (1.45) 269.5 in chains and 293.6, 48 x 2k 140.5, 151.1; but 8 x
-# 8k (0.48) 95.9 and 93.7, 16 x 2k 51.5, 50.2, 64 x 8k (3.9) 720, 706.
+# 8k (0.48) 95.9 and 93.7, 16 x 2k 51.5, 50.2, 64 x 8k (3.9) 720, 706. And where their programs would not be alike: 12
+# splits are a pair and a chain, 8 x 20 x 1500 27.1 for 25.7. With a mask, whose programs have more to do for a tile,
+# there are none: 8 x 4k padded 45.7 for 40.7.
 ONE_WAVE, FULL, FULL_OF_PAIRS = 0.4, 0.7, 0.85  # of the places, if one wave has all; of those that all waves have
+ALIKE = 0.85  # of the splits that its programs could have, in such a wave
 # One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
 # has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key
 # heads of 128: 1 x 1k 8.8 6.8, 1 x 2k 9.1 7.9, 1 x 4k 10.5 8.9, 2 x 2k 10.9 9.0, 4 x 1k 11.1 9.2, 8 x 4k 39.5 37.1,
@@ -163,11 +166,14 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     return DecodeConfig(rows, block_n, SPLITS, 4, stages)
 
 
-def fills(programs: int, each: int, target: Target, full: float = FULL) -> bool:
-    """Whether so many programs of a launch, `each` of them on a multiprocessor at once, are enough for a GPU."""
-    places = target.multiprocessors * each
-    waves = -(-programs // places)
-    return programs >= (ONE_WAVE if waves == 1 else full) * waves * places
+def enough(rows: int, splits: int, own: int, each: int, target: Target, full: float = FULL) -> bool:
+    """Whether programs that own so many of the splits of each of the rows are enough for a GPU, `each` on a
+    multiprocessor at once: one wave of programs that are alike, or waves that leave few places empty.
+    """
+    of_a_row, places = -(-splits // own), target.multiprocessors * each
+    waves = -(-rows * of_a_row // places)
+    alike = of_a_row == 1 or splits >= ALIKE * of_a_row * own
+    return rows * of_a_row >= (ONE_WAVE if waves == 1 and alike else full) * waves * places
 
 
 def _stages(target: Target, most: int, tile_bytes: int) -> int:

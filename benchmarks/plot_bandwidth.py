@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.plot_style import INK, STYLES, NothingToDraw, Row, save
+from benchmarks.tables import thousands
 
 YARDSTICK = "#c4c4c4"
 COLORS = {
@@ -33,7 +34,8 @@ def softmax(rows: Sequence[Row], out: Path) -> None:
 def decode(rows: Sequence[Row], out: Path) -> None:
     """One panel; a group for each batch, number of keys and of query tokens."""
     shape = lambda row: (
-        f"{row['batch']} x {int(row['len_kv']) // 1024}k" + (f"\n{row['len_q']} tokens" if row["len_q"] != "1" else "")
+        f"{row['batch']} x {thousands(int(row['len_kv']))}"
+        + (f"\n{row['len_q']} tokens" if row["len_q"] != "1" else "")
     )
     heads = lambda row: f"decoding, {row['heads_q']} query heads, {row['heads_kv']} key heads of {row['head_dim']}"
     draw(rows, out, lambda row: f"{heads(row)}, {row['dtype']}: K and V read", shape)

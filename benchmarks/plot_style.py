@@ -13,6 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.tables import thousands
+
 Row = Mapping[str, str]
 INK, GREY = "#333333", "#8c8c8c"
 # Okabe and Ito's colours, told apart without red-green vision; ours is the strong one.
@@ -42,7 +44,7 @@ class NothingToDraw(ValueError):
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
     """Sequence lengths, doubling."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axes.set_xticks(lengths, list(map(thousands, lengths)))
     axes.minorticks_off()
     axes.tick_params(labelbottom=True, labelleft=True, colors=INK, labelsize=9)
     axes.grid(axis="y", color="#e8e8e8", linewidth=0.7)

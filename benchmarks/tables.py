@@ -27,6 +27,11 @@ Cells = dict[tuple[str, ...], Speeds]  # by the values of some columns
 Read = Callable[[str], Sequence[Row]]  # the rows of a CSV, by its name
 
 
+def thousands(length: int) -> str:
+    """A sequence length as it is said: 512, 8k."""
+    return str(length) if length < 1024 else f"{length >> 10}k"
+
+
 def speeds(rows: Iterable[Row], metric: str, *columns: str) -> Cells:
     """Medians of a metric, by cell and provider."""
     cells: Cells = defaultdict(dict)
@@ -197,7 +202,7 @@ def decode(rows: Sequence[Row]) -> list[str]:
     shown = {name: text for name, text in names.items() if any(name in cell for cell in cells.values())}
     lines = header("batch x keys", *shown.values(), "to a read, to the best peer")
     for (batch, keys, tokens), cell in sorted(cells.items(), key=lambda item: tuple(map(int, item[0]))):
-        name = f"{batch} x {int(keys) >> 10}k" + ("" if tokens == "1" else f", {tokens} tokens")
+        name = f"{batch} x {thousands(int(keys))}" + ("" if tokens == "1" else f", {tokens} tokens")
         both = f"{cell[OURS] / cell['read']:.2f}, {to_best(cell, 'read'):.2f}"
         texts = (f"{cell[provider]:.0f}" if provider in cell else "-" for provider in shown)
         lines.append(line(name, *texts, both))

@@ -27,6 +27,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 # registers for two passes, of which the second is the rare careful one.
 STACK_LIMIT = {
     "one token, long, apart": 8,  # of a merge, by Triton 3.9
+    "one token, alone with a pair of chains": 16,  # by Triton 3.9 alone
     "paged": 32,
     "16 tokens": 96,
     "16 tokens, long": 96,
@@ -43,6 +44,7 @@ PROGRAMS = {
     "one token": 4,
     "one token, alone": 4,
     "one token, a pair of chains": 4,
+    "one token, alone with a pair of chains": 4,
     "one token, splits apart": 4,
     "one token, long, apart": 4,
     "bias, one token": 4,
@@ -56,6 +58,7 @@ CASES = {
     "one token": (8, 1, 128, 128, BF16, {"multiprocessors": 9}),
     "one token, alone": (8, 1, 128, 128, BF16, {"keys": 128}),
     "one token, a pair of chains": (8, 1, 128, 128, BF16, {"keys": 65536}),  # with room for more than FEW splits
+    "one token, alone with a pair of chains": (8, 1, 128, 128, BF16, {"keys": 1024}),
     "one token, splits apart": (8, 1, 128, 128, BF16, {"keys": 512, "multiprocessors": 3}),
     "one token, long, apart": (8, 1, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "paged": (8, 1, 128, 128, BF16, {"paged": True}),

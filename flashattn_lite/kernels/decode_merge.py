@@ -85,4 +85,5 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
             m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
     offs_h, token = divided(r + tl.arange(0, 1), 1 if T.ONE else len_q)
     dst = (out_ptr, lse_ptr, sinks_ptr, o_strides, (stride_lb, stride_lh))
-    write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, token, offs_h >= 0, offs_d, block == 0, F, T)
+    there = offs_h >= 0  # as every row is that has a program
+    write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, token, there, offs_d, block == 0, F, T)

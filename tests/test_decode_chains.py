@@ -148,6 +148,8 @@ def test_who_has_all_splits_writes_the_rows(device, monkeypatch, rows, chains, o
     """
     if device.type == "cpu" and not INTERPRETING:
         pytest.skip("nothing is split on the CPU")
+    if INTERPRETING and (rows == 16 or chains != 1 + bool(options)):
+        pytest.skip("slow in the interpreter: two chains with a window, one without, of up to 5 rows")
     keys = (64 if rows == 1 else 128) * chains if INTERPRETING else (512 if rows == 1 else 1024) * chains
     lens = int32([keys, 0, keys // 2 + 5, 1], device)
     dim = 32 if INTERPRETING else 128
@@ -176,7 +178,7 @@ def test_who_has_all_splits_writes_the_rows(device, monkeypatch, rows, chains, o
     assert bool((alone[0][1] == 0).all()) and torch.equal(alone[1][1, 1], torch.full_like(alone[1][1, 1], -math.inf))
     assert bool(alone[0][0, :, -1, 3].isnan().all()) and not bool(alone[0][0, :, :-1, 3].isnan().any())
     if INTERPRETING:
-        assert launches == [2, 1 if rows == 1 or chains == 1 or "window" in options else 2]
+        assert launches == [2, 1]
 
 
 def test_who_has_no_second_chain_owns_no_pair():

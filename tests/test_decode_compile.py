@@ -32,6 +32,8 @@ STACK_LIMIT = {
     "16 tokens": 96,
     "16 tokens, long": 96,
     "16 tokens, alone": 96,
+    "4 tokens, few keys, alone": 32,
+    "wide, few keys, alone": 8,
     "32 rows": 128,
     "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
@@ -51,6 +53,7 @@ PROGRAMS = {
     "padding": 4,
     "paged": 4,
     "wide, 64 rows": 1,
+    "wide, few keys, alone": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
 EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide")  # the others on sm_90 alone
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
@@ -67,6 +70,9 @@ CASES = {
     "16 tokens, long": (8, 16, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
     "32 rows": (16, 4, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
+    "few keys, alone": (8, 1, 128, 128, BF16, {"window": (300, None)}),
+    "4 tokens, few keys, alone": (8, 4, 128, 128, BF16, {"window": (300, None)}),
+    "wide, few keys, alone": (8, 4, 256, 256, BF16, {"window": (300, None)}),
     "everything": (8, 5, 80, 40, BF16, {"window": (1500, 3), "softcap": 30.0, "sinks": True, "paged": True}),
     "wide": (8, 4, 256, 256, FP16, {"window": (1500, None)}),
     "wide, 64 rows": (8, 16, 256, 256, FP16, {}),
@@ -132,6 +138,7 @@ def test_decode_compiles(gpu, case):
         "one token",
         "one token, alone",
         "one token, a pair of chains",
+        "few keys, alone",
         "paged",
         "16 tokens",
         "wide, 64 rows",

@@ -238,7 +238,7 @@ def test_the_hopper_kernel_splits_keys_that_are_seen(group, rows, keys, options,
 
 @pytest.mark.parametrize(
     ("group", "tokens", "keys", "split"),
-    [(4, 1, 15, False), (4, 1, 16, True), (8, 2, 127, False), (8, 2, 128, True), (4, 16, 2047, False),
+    [(4, 1, 15, False), (8, 2, 15, False), (8, 2, 16, True), (17, 1, 2047, False), (4, 16, 2047, False),
      (4, 16, 2048, True), (5, 13, 8192, False)],
 )  # fmt: skip
 def test_from_how_many_keys_on_few_rows_are_split(group, tokens, keys, split):

@@ -10,7 +10,7 @@ import torch
 import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning_decode import SHORT, SHORT_TILE
+from flashattn_lite.kernels.tuning_decode import FEW_KEYS, FEW_KEYS_TILE
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
@@ -37,25 +37,25 @@ def dense(tokens, keys, dim=128, dtype=torch.bfloat16, group=4, **options):
     ("tokens", "keys", "options", "few"),
     [
         (1, 1, {}, True),
-        (1, SHORT, {}, True),
-        (1, SHORT + 1, {}, False),
-        (4, SHORT, {}, True),
-        (5, SHORT, {}, False),  # more than 16 rows of a key/value head
-        (5, SHORT, {"group": 3}, True),
-        (4, SHORT, {"dim": 256}, True),
-        (4, SHORT, {"dtype": torch.float32}, False),
-        (4, SHORT, {"dim": 33}, False),  # no 16-byte loads
-        (1, 8192, {"causal": False, "window_left": SHORT - 1, "window_right": 0}, True),
-        (2, 8192, {"causal": False, "window_left": SHORT - 1, "window_right": 0}, False),
-        (1, 8192, {"q_start": SHORT - 1}, True),
-        (1, 8192, {"q_start": SHORT}, False),
+        (1, FEW_KEYS, {}, True),
+        (1, FEW_KEYS + 1, {}, False),
+        (4, FEW_KEYS, {}, True),
+        (5, FEW_KEYS, {}, False),  # more than 16 rows of a key/value head
+        (5, FEW_KEYS, {"group": 3}, True),
+        (4, FEW_KEYS, {"dim": 256}, True),
+        (4, FEW_KEYS, {"dtype": torch.float32}, False),
+        (4, FEW_KEYS, {"dim": 33}, False),  # no 16-byte loads
+        (1, 8192, {"causal": False, "window_left": FEW_KEYS - 1, "window_right": 0}, True),
+        (2, 8192, {"causal": False, "window_left": FEW_KEYS - 1, "window_right": 0}, False),
+        (1, 8192, {"q_start": FEW_KEYS - 1}, True),
+        (1, 8192, {"q_start": FEW_KEYS}, False),
     ],
     ids=str,
 )
 def test_what_is_few_keys(tokens, keys, options, few):
     tile = tile_of(*dense(tokens, keys, **options))
-    assert (tile.SPLIT > SHORT) is few
-    assert not few or tile.BLOCK_N == SHORT_TILE
+    assert (tile.SPLIT > FEW_KEYS) is few
+    assert not few or tile.BLOCK_N == FEW_KEYS_TILE
 
 
 @pytest.mark.parametrize("gpu", [Target("cuda", 89, "sm_89"), Target("hip", "gfx942", "gfx942")], ids=lambda x: x.name)
@@ -64,31 +64,38 @@ def test_where_three_stages_do_not_fit_tiles_stay_as_they_are(gpu):
 
 
 @pytest.mark.parametrize(
-    ("window", "few"), [(None, False), ((SHORT - 1, None), True), ((SHORT, None), False), ((SHORT - 9, 8), True)]
+    ("window", "few"),
+    [
+        (None, False),
+        ((FEW_KEYS - 1, None), True),
+        ((FEW_KEYS, None), False),
+        ((FEW_KEYS - 9, 8), True),
+        ((FEW_KEYS - 1, 8), True),
+    ],
 )
 def test_the_room_in_a_cache_does_not_say_whether_keys_are_few(window, few):
     """A sequence has the same bits in a larger cache: of lengths that only the GPU knows, a window alone says it."""
-    for room in (16, SHORT, SHORT + 1, 8192):
+    for room in (16, FEW_KEYS, FEW_KEYS + 1, 8192):
         q, k = torch.empty(1, 8, 1, 128).bfloat16(), torch.empty(1, 2, room, 128).bfloat16()
         lens, (left, right) = torch.tensor([1], dtype=torch.int32), window or (None, None)
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, right is None, left, right, 1.0, None)
-        assert (tile_of(inputs, problem).SPLIT > SHORT) is few
-        assert tile_of(inputs, problem, paged=True).SPLIT <= SHORT  # pages were not measured
+        assert (tile_of(inputs, problem).SPLIT > FEW_KEYS) is few
+        assert tile_of(inputs, problem, paged=True).SPLIT <= FEW_KEYS  # pages were not measured
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_few_keys_are_one_split_wherever_they_begin(tokens):
-    window = {"causal": False, "window_left": SHORT - tokens, "window_right": 0}
-    for keys, options in [(SHORT, {}), *((start, window | {"q_start": start}) for start in range(400, 464))]:
+    window = {"causal": False, "window_left": FEW_KEYS - tokens, "window_right": 0}
+    for keys, options in [(FEW_KEYS, {}), *((start, window | {"q_start": start}) for start in range(400, 464))]:
         inputs, problem = dense(tokens, keys + tokens if options else keys, **options)
         tile = tile_of(inputs, problem)
-        assert tile.SPLIT > SHORT
+        assert tile.SPLIT > FEW_KEYS
         assert decode_launch.most_splits(problem, tile) == 1
         lo, hi = max(0, problem.diag_lo) if problem.features.left else 0, problem.len_k
         assert -(-hi // tile.BLOCK_N) - lo // tile.BLOCK_N <= tile.SPLIT // tile.BLOCK_N
 
 
-@pytest.mark.parametrize("keys", [16, 63, 65, 129, 256, SHORT])
+@pytest.mark.parametrize("keys", [16, 63, 65, 129, 256, FEW_KEYS])
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashattn_lite.kernels.tuning import padded, shared_bytes
-from flashattn_lite.problem import AttentionProblem
+from flashattn_lite.problem import FAR, AttentionProblem
 from flashattn_lite.target import Target
 
 
@@ -68,7 +68,7 @@ DECODE_TILE_BYTES = 16 << 10
 # 15.5, 16.3 23.9; 18.6, 32.1 32.1; 39.1 (at most 32 splits 17.5, 25.9, 75.3), 32 / 8 30.7 28.2; 32.3, 50.8 52.0; 54.7.
 SPLITS = Splits(256, 16, 512)
 ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four programs a multiprocessor: see MANY
-# Few keys: a tile of twice as many, and one program for all that a row sees: up to SHORT, which a window may begin
+# Few keys: a tile of twice as many, and one program for all that a row sees: up to FEW_KEYS, which a window may begin
 # anywhere in a tile. Microseconds on an H100 before and since; cuDNN, where there is a mask torch's choice. 8 key heads
 # of 128, four query heads each, where nothing else is said:
 #   1 token      1 x 128 6.3 4.3; 4.6    8 x 128  6.9  5.2;  5.2   64 x 128 16.2 16.4; 17.1
@@ -83,7 +83,7 @@ ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four progra
 # 384 keys, one token: 1 6.8 7.7, 8 10.4 9.1, 64 37.3 36.8; 512: 1 6.9 9.2, 8 11.8 10.7. Tiles of 128 keys: 1 x 128 4.3
 # to 4.5, 8 x 256 7.6 to 8.2; two warps, two stages, or 32 keys: 4.7 to 7.0. Such tiles for all keys: 1 x 1k 7.3 to 6.9,
 # 8 x 1k 17.2 to 16.4, but 1 x 8k 15.9 to 17.0, 8 x 512 11.5 to 12.6, 16 tokens of 16 x 4k 109 to 116.
-SHORT, SHORT_TILE, SHORT_SPLITS = 320, 64, Splits(384, 16, 512)
+FEW_KEYS, FEW_KEYS_TILE, FEW_KEYS_SPLITS = 320, 64, Splits(384, 16, 512)
 # Programs that own a chain of splits are faster than several times as many, if they are enough: fewer states, longer
 # reads. Microseconds on an H100, 8 key heads of 128, by programs of chains over the places that a GPU has: each split
 # a program (of one token two, see MANY), chains, of one token pairs of chains.
@@ -137,9 +137,9 @@ MANY = 2
 # 8 x 128 27.4 (37.6), 64 x 256 259 (472), 4 tokens 8 x 256 52.4 (64.5), 8 x 1k 96.3 (220). With a mask, beside SDPA:
 # padding, one token of 8 x 128 9.1 (9.6) 10.8, 64 x 512 49.4 (66.4) 57.5; a row a query, 4 tokens of 8 x 256 11.9
 # (13.1) 25.2, 16 tokens of 1 x 2k 19.9 (43.5) 53.4, 8 x 2k 64.9 (52.1) 102, 8 x 8k 148 (174) 362. Up to 320 keys these
-# are from before SHORT; since then 16 rows, 8 x 64 4.6 (8.2) 8.2, 512 x 64 73.4 (87.1) 109; of 8 heads of 64 alone, 16
-# tokens of 1 x 16 3.5 (6.1) 7.1, 64 x 64 7.0 (10.3) 16.9, 512 x 128 53.7 (56.8) 93.2. Thousands of short sequences of
-# those pay: 4, 8 and 16 tokens of 2048 x 64 122 (105), 125 (108), 133 (117), of 1024 x 16 58, 59, 60 (52).
+# are from before FEW_KEYS; since then 16 rows, 8 x 64 4.6 (8.2) 8.2, 512 x 64 73.4 (87.1) 109; of 8 heads of 64 alone,
+# 16 tokens of 1 x 16 3.5 (6.1) 7.1, 64 x 64 7.0 (10.3) 16.9, 512 x 128 53.7 (56.8) 93.2. Thousands of short sequences
+# of those pay: 4, 8 and 16 tokens of 2048 x 64 122 (105), 125 (108), 133 (117), of 1024 x 16 58, 59, 60 (52).
 FEW_ROWS = ((16, 16), (64, 2048))
 
 
@@ -163,10 +163,10 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
         return DecodeConfig(min(rows, 32), 32, SPLITS, 2 if dim_v <= 128 else 4, 1)
     wide = max(dim, dim_v) > 128
-    if rows == 16 and not paged and sees_few_keys(problem) and _stages(target, 3, SHORT_TILE * key_bytes) == 3:
-        return DecodeConfig(rows, SHORT_TILE, SHORT_SPLITS, 8 if wide else 4, 3)
+    if rows == 16 and not paged and sees_few_keys(problem) and _stages(target, 3, FEW_KEYS_TILE * key_bytes) == 3:
+        return DecodeConfig(rows, FEW_KEYS_TILE, FEW_KEYS_SPLITS, 8 if wide else 4, 3)
     # A table's entries take two stages before their keys. Of heads of 256 three programs fit with three stages (H100):
-    # 4 tokens, 64 x 512 110 to 96 us, 8 x 8k 185 to 183, 64 x 2k 375 to 372, one token 95 to 93, 183 to 180, 361 to 357
+    # 64 x 512, 8 x 8k, 64 x 2k, 4 tokens 110 to 96 us, 185 to 183, 375 to 372, one 95 to 93, 183 to 180, 361 to 357.
     most = 6 if paged else 3 if wide and rows == 16 else 4
     stages = _stages(target, most, block_n * key_bytes)
     if rows > 32 or (rows == 32 and target.kind == "cuda" and target.arch == 90):
@@ -189,11 +189,10 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
 
 
 def sees_few_keys(problem: AttentionProblem) -> bool:
-    """Whether no sequence's rows see more than SHORT keys between them. Not the room in a cache: bits would tell."""
-    features = problem.features
-    if not features.kv_lens:
-        return problem.keys_seen <= SHORT
-    return features.left and features.right and problem.len_q + problem.diag_hi - problem.diag_lo <= SHORT
+    """Whether no sequence's rows see more than FEW_KEYS between them, had a cache room for any: bits would tell."""
+    if problem.features.kv_lens:
+        problem = replace(problem, len_k=FAR)
+    return problem.keys_seen <= FEW_KEYS
 
 
 def enough(rows: int, splits: int, own: int, each: int, target: Target, full: float = FULL) -> bool:

@@ -77,6 +77,7 @@ class AttentionProblem:
     softcap: float | None
     diag_lo: int
     diag_hi: int
+    promised_q: int | None = None  # packed: max_seqlen_q, which no neighbour changes as it does len_q
 
     @property
     def group(self) -> int:
@@ -159,4 +160,5 @@ def describe(
         softcap=softcap,
         diag_lo=0 if window_left is None else clamp_diagonal(start - window_left),
         diag_hi=0 if window_right is None else clamp_diagonal(start + window_right),
+        promised_q=max_seqlen_q if varlen else None,
     )

@@ -18,6 +18,7 @@ from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import decode_launch  # noqa: E402
 from flashattn_lite.kernels.decode_splits import DecodeTile  # noqa: E402
 from flashattn_lite.kernels.tuning import power_of_two  # noqa: E402
+from flashattn_lite.problem import Inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -51,6 +52,7 @@ PROGRAMS = {
     "one token, long, apart": 4,
     "bias, one token": 4,
     "padding": 4,
+    "packed, one token": 4,
     "paged": 4,
     "wide, 64 rows": 1,
     "wide, few keys, alone": 1,
@@ -81,12 +83,21 @@ CASES = {
     "padding": (8, 1, 128, 128, BF16, {"mask": "padding", "multiprocessors": 9}),
     "bias": (8, 4, 128, 128, BF16, {"mask": "bias"}),
     "bias, one token": (8, 1, 128, 128, BF16, {"keys": 512, "mask": "bias", "multiprocessors": 3}),
+    "packed, one token": (8, 1, 128, 128, BF16, {"packed": True, "multiprocessors": 9}),
+    "packed, 4 tokens": (8, 4, 128, 128, BF16, {"packed": True, "sinks": True, "window": (1500, None)}),
+    "packed, few keys, alone": (8, 4, 128, 128, BF16, {"packed": True, "window": (300, None)}),
 }
+
+
+def packed(q: torch.Tensor) -> torch.Tensor:
+    """(total, heads, dim) of as many sequences of one length."""
+    return q.transpose(1, 2).flatten(0, 1)
 
 
 def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.dtype, options: dict) -> tuple:
     options = dict(options)
     batch, paged, keys = 2, options.pop("paged", False), options.pop("keys", 2048)
+    in_one = options.pop("packed", False)
     target = replace(GPUS[gpu][1], multiprocessors=options.pop("multiprocessors", 1))
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
     k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
@@ -102,6 +113,11 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
         inputs = inputs._replace(mask=mask)
         problem = replace(problem, features=replace(problem.features, mask="bool" if shape[1] == 1 else "float"))
     out, lse = torch.empty(batch, heads, tokens, dim_v, dtype=dtype), torch.empty(batch, heads, tokens)
+    if in_one:
+        (q, k, v, out), cu = map(packed, (q, k, v, out)), [torch.tensor([0, n, 2 * n]).int() for n in (tokens, keys)]
+        inputs = Inputs(q, k, v, None, sinks, None, *cu)
+        features = replace(problem.features, kv_lens=False, varlen=True)
+        problem, lse = replace(problem, features=features, promised_q=tokens), torch.empty(heads, batch * tokens)
     return decode_launch.plan(problem, inputs, table, out, lse, target)
 
 
@@ -118,14 +134,17 @@ def test_decode_compiles(gpu, case):
     launches = plans(gpu, *CASES[case])
     assert tile_of(launches).OWNS_PAIR is ("pair" in case)
     assert tile_of(launches).SEPARATE is ("apart" in case)
-    assert tile_of(launches).ALONE is (len(launches) == 1) is ("alone" in case)
-    expected = [("partial_kernel", PROGRAMS.get(case, 2)), ("merge_kernel", 16)][: len(launches)]
+    assert tile_of(launches).ALONE is ("alone" in case)
+    merged = [] if "alone" in case else [("merge_kernel", 16)]
+    uncovered = [("uncovered_kernel", 4)] if "packed" in case else []
+    expected = [("partial_kernel", PROGRAMS.get(case, 2)), *merged, *uncovered]
     for plan, (name, programs) in zip(launches, expected, strict=True):
         kernel = compiled(gpu, plan)
         assert kernel.metadata.shared <= SHARED[gpu]
         code = kernel.asm["amdgcn" if gpu == "gfx942" else "ptx"]
         assert name in code
-        assert ("griddepcontrol" in code) == (gpu in ("sm_90", "sm_100") and len(launches) == 2)
+        waits = gpu in ("sm_90", "sm_100") and len(launches) > 1
+        assert ("griddepcontrol" in code) == waits
         if gpu == "sm_90":
             assert usage(kernel).stack <= STACK_LIMIT.get(case, 0)
             assert usage(kernel).blocks(gpu) >= programs  # by which a launch is taken to fill the GPU

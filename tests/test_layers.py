@@ -25,8 +25,8 @@ ROOMS = [
     "kernels.backward kernels.backward_mask kernels.backward_launch "
     "kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again "
-    "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode "
-    "kernels.decode_merge kernels.merge_launch kernels.decode_launch",
+    "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
+    "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
     "dispatch flops",
     "calls ops softmax",
     "api decode",
@@ -38,8 +38,8 @@ FLOORS[""] = len(ROOMS)  # the public face
 # the state's log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the
 # kernel it is named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs
 # calls, and softmax asks them who watches; what stands in for torch's function is sdpa's; the softmax kernels know
-# where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels and the splits that
-# both know.
+# where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels, the tiles of the
+# first and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -112,7 +112,9 @@ NEIGHBOURS = {
     ("kernels.decode", "kernels.decode_splits"),
     ("kernels.decode_merge", "kernels.decode_splits"),
     ("kernels.decode_launch", "kernels.decode"),
+    ("kernels.decode", "kernels.decode_tiles"),
     ("kernels.decode_launch", "kernels.merge_launch"),
+    ("kernels.decode_launch", "kernels.uncovered"),
     ("kernels.merge_launch", "kernels.decode_merge"),
     ("kernels.merge_launch", "kernels.decode_splits"),
     ("kernels.decode_launch", "kernels.decode_splits"),

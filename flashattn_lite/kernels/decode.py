@@ -17,90 +17,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, whole, write_rows
+from flashattn_lite.kernels.decode_splits import fold, no_keys, place_of, splits_of, visible_keys, whole, write_rows
+from flashattn_lite.kernels.decode_tiles import (
+    key_rows,
+    keys_there,
+    load_queries,
+    load_rows,
+    mask_of_rows,
+    query_rows,
+    rows_of_head,
+    seen_by,
+)
 from flashattn_lite.kernels.device.integers import divided
-from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, to_log2
 from flashattn_lite.kernels.device.state import EMPTY_L, update
-
-
-@triton.jit
-def key_rows(start, exists, table_ptr, pages, T: tl.constexpr):
-    """(page, row in it) of the keys from start on [N], 64-bit; of a contiguous cache (0, row behind row start).
-
-    A table's entry is clamped into the cache.
-    """
-    offs = tl.arange(0, T.BLOCK_N)
-    if T.PAGE:
-        page = tl.load(table_ptr + (start + offs) // T.PAGE, mask=exists, other=0)
-        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), ((start + offs) % T.PAGE).to(tl.int64)
-    else:
-        return tl.zeros_like(offs).to(tl.int64), offs.to(tl.int64)
-
-
-@triton.jit
-def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
-    """Rows [N, BLOCK] of K or V of one head; src = (pointer, strides). What does not exist is not read, and is 0."""
-    offs_d = tl.arange(0, BLOCK)
-    # In whole units of ALIGN, so that the compiler knows that rows start where 16-byte loads may.
-    step = src[1][2] // T.ALIGN * T.ALIGN
-    ptr = src[0]
-    offs = row * step
-    if T.PAGE:
-        offs += page * (src[1][0] // T.ALIGN * T.ALIGN)
-    else:  # only one number changes from tile to tile
-        ptr += tl.cast(start, tl.int64) * step
-    ptrs = ptr + (offs[:, None] + offs_d.to(tl.int64)[None, :] * src[1][3])
-    if DIM == BLOCK:
-        return tl.load(ptrs, mask=exists[:, None], other=0.0)
-    else:
-        return tl.load(ptrs, mask=exists[:, None] & (offs_d < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def mask_of_keys(mask, offs_n, exists, T: tl.constexpr):
-    """The mask at keys offs_n: [N], or with MASK_ROWS [M, N]. mask = (where its rows begin, stride of keys, rows)."""
-    offs = offs_n.to(tl.int64) * mask[1]
-    # Of single elements whatever the addresses: their width would decide on layouts, and these on the order of sums.
-    if T.MASK_ROWS:
-        ptrs = tl.max_contiguous(mask[0][:, None] + offs[None, :], [1, 1])
-        return tl.load(ptrs, mask=mask[2][:, None] & exists[None, :], other=0)
-    else:
-        return tl.load(tl.max_contiguous(mask[0] + offs, [1]), mask=exists, other=0)
-
-
-@triton.jit
-def shown(bias, F: tl.constexpr):
-    """Where a mask lets rows look."""
-    if F.mask == "bool":
-        return bias != 0
-    else:
-        return bias != float("-inf")
-
-
-@triton.jit
-def keys_there(offs_n, lo, hi, mask, F: tl.constexpr, T: tl.constexpr):
-    """(which keys exist [N], the mask as `mask_of_keys`). What a mask hides from every row does not exist."""
-    exists = (offs_n >= lo) & (offs_n < hi)
-    bias = 0
-    if F.mask != "":
-        bias = mask_of_keys(mask, offs_n, exists, T)
-        if not T.MASK_ROWS:
-            exists = exists & shown(bias, F)
-    return exists, bias
-
-
-@triton.jit
-def seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):
-    """[M, N] which rows see which keys; if that is what exists, a row of flags serves all."""
-    if not T.UNEQUAL:
-        return exists[None, :]
-    else:
-        seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)
-        if T.MASK_ROWS:
-            seen = seen & shown(bias, F)
-        elif F.mask != "":
-            seen = seen & exists[None, :]
-        return seen
 
 
 @triton.jit
@@ -238,34 +168,38 @@ def attend_again(q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo,
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_tb", "pages", "num_m", "programs", "num_states",
-                               "few_own", "long_own", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])  # fmt: skip
-def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr, l_ptr, acc_ptr, out_ptr, lse_ptr,
-                   sinks_ptr, q_strides, k_strides, v_strides, mask_strides, o_strides, stride_lb, stride_lh, stride_tb,
-                   pages, num_m, programs, num_states, few_own, long_own, heads, len_q, max_k, diag_lo, diag_hi,
-                   scale_log2, softcap, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                               "few_own", "long_own", "heads", "most_q", "most_k", "diag_lo", "diag_hi", "rows_q",
+                               "rows_k"])  # fmt: skip
+def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, rows_q, rows_k,
+                   m_ptr, l_ptr, acc_ptr, out_ptr, lse_ptr, sinks_ptr, q_strides, k_strides, v_strides, mask_strides,
+                   o_strides, stride_lb, stride_lh, stride_tb, pages, num_m, programs, num_states, few_own, long_own,
+                   heads, most_q, most_k, diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr,
+                   T: tl.constexpr):  # fmt: skip
     """programs, num_states: of a sequence and head, at most. few_own, long_own: splits of one program, where a sequence
-    has up to FEW, and where it has more. m, l and acc, or, ALONE, out, lse and sinks: what is written.
+    has up to FEW, and where it has more. m, l and acc, or, ALONE, out, lse and sinks: what is written. most_q, most_k:
+    rows and keys of a sequence, of packed ones the longest; cu_q, cu_k, rows_q and rows_k are for these alone.
     """
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)
-    if T.PDL and not T.ALONE:
+    if T.PDL and (F.varlen or not T.ALONE):  # a launch comes behind, for uncovered rows or the merge
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
     head, at = divided(tl.program_id(0), programs * num_m)
     b, h = divided(head, heads)
     part, block_m = divided(at, num_m)
 
-    # Q needs no length: it is on its way while that is read. Without a division where there is one token.
-    offs_r = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
-    rows, offs_m, offs_h = T.GROUP, tl.zeros_like(offs_r), offs_r
-    if not T.ONE:
-        rows, offs_m, offs_h = T.GROUP * len_q, offs_r % len_q, offs_r // len_q  # query token and head of packed rows
-    offs_d = tl.arange(0, T.BLOCK_D)
-    q_ptrs = q_ptr + b.to(tl.int64) * q_strides[0] + (h.to(tl.int64) * T.GROUP + offs_h[:, None]) * q_strides[1]
-    q_ptrs += offs_m.to(tl.int64)[:, None] * q_strides[2] + offs_d.to(tl.int64)[None, :] * q_strides[3]
-    q = tl.load(q_ptrs, mask=(offs_r < rows)[:, None] & (offs_d < T.HEAD_DIM)[None, :], other=0.0)  # [M, D]
+    # Q needs no kv_lens: it is on its way while that is read.
+    start_q, len_q, start_k, max_k = place_of(b, most_q, most_k, (cu_q_ptr, cu_k_ptr, rows_q, rows_k), F)
+    rows = T.GROUP if T.ONE else T.GROUP * most_q
+    offs_r, offs_m, offs_h = query_rows(block_m, most_q, T)
+    there = offs_r < rows
+    if F.varlen:
+        there = there & (offs_m < len_q)
+    token = start_q + offs_m
+    q = load_queries(q_ptr, q_strides, b, h, offs_h, token, there, T)
 
-    lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    most_rows = tl.minimum(len_q, most_q)
+    lo, hi, len_k, diag_lo, diag_hi = visible_keys(kv_lens_ptr, b, most_rows, len_q, max_k, diag_lo, diag_hi, F)
     first, tiles, each = splits_of(lo, hi, T)
     own = tl.where(tiles > T.FEW * each, long_own, few_own)
     split, end = part * own, (part + 1) * own
@@ -273,20 +207,13 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
         if split * each >= tiles:
             return
 
-    k_ptr += h.to(tl.int64) * (k_strides[1] // T.ALIGN * T.ALIGN)
-    v_ptr += h.to(tl.int64) * (v_strides[1] // T.ALIGN * T.ALIGN)
     if T.PAGE:
         table_ptr += b.to(tl.int64) * stride_tb
-    else:
-        k_ptr += b.to(tl.int64) * (k_strides[0] // T.ALIGN * T.ALIGN)
-        v_ptr += b.to(tl.int64) * (v_strides[0] // T.ALIGN * T.ALIGN)
-    k_src, v_src = ((k_ptr, k_strides), (v_ptr, v_strides))
+    k_src = rows_of_head(k_ptr, k_strides, b, h, start_k, F, T)
+    v_src = rows_of_head(v_ptr, v_strides, b, h, start_k, F, T)
     mask = (mask_ptr, 0, 0)
     if F.mask != "":
-        mask_ptr += b.to(tl.int64) * mask_strides[0] + h.to(tl.int64) * T.GROUP * mask_strides[1]
-        if T.MASK_ROWS:
-            mask_ptr += offs_h.to(tl.int64) * mask_strides[1] + offs_m.to(tl.int64) * mask_strides[2]
-        mask = (mask_ptr, mask_strides[3], offs_r < rows)
+        mask = mask_of_rows(mask_ptr, mask_strides, b, h, offs_h, offs_m, there, T)
     start, last = first + split * each, first + tl.minimum(end * each, tiles)
     first_row = ((b.to(tl.int64) * heads + h) * num_states + (split if T.SEPARATE else part)) * rows
     dst = (states, first_row, offs_r, rows)
@@ -307,4 +234,4 @@ def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, m_ptr,
             m_i, l_i, acc = whole(m_i, l_i, acc)
         offs_d = tl.arange(0, T.BLOCK_DV)
         dst = (out_ptr, lse_ptr, sinks_ptr, o_strides, (stride_lb, stride_lh))
-        write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, offs_m, offs_r < rows, offs_d, True, F, T)
+        write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, token, there, offs_d, True, F, T)

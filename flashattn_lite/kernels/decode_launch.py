@@ -15,10 +15,20 @@ from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
 from flashattn_lite.kernels.merge_launch import Merge
-from flashattn_lite.kernels.operands import contiguous, expanded_mask, mask_strides, rows_differ, vectorised
+from flashattn_lite.kernels.operands import (
+    contiguous,
+    expanded_mask,
+    lse_strides,
+    mask_strides,
+    packing,
+    rows_differ,
+    strides,
+    vectorised,
+)
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import padded
 from flashattn_lite.kernels.tuning_decode import FEW_ROWS, FULL_OF_PAIRS, MANY, DecodeConfig, decode_tile, enough
+from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target, takes_tf32
@@ -33,15 +43,31 @@ def why_not(problem: AttentionProblem, target: Target) -> list[str]:
 
 def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     """Reasons why `attention` does not split this problem's keys; empty if it does. Not the batch: bits would tell."""
-    reasons, rows = why_not(problem, target), problem.group * problem.len_q
+    reasons = why_not(problem, target)
     if problem.features.varlen:
-        reasons.append("it takes no packed sequences")
+        return reasons + why_not_packed(problem)
+    rows = problem.group * problem.len_q
     keys = next((keys for most, keys in FEW_ROWS if rows <= most), None)
     if rows == 0 or keys is None:
         reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows a key/value head; this one has {rows}")
     elif problem.len_k < keys:
         reasons.append(f"of {rows} query rows a key/value head it takes {keys} keys or more; these are {problem.len_k}")
     return reasons
+
+
+def why_not_packed(problem: AttentionProblem) -> list[str]:
+    """The same of packed sequences. What was promised says how few rows there are, not how long the neighbours are."""
+    if problem.promised_q is None:
+        return ["it takes packed sequences where max_seqlen_q says that they are short; none was given"]
+    rows, most = problem.group * problem.promised_q, FEW_ROWS[0][0]
+    if 0 < rows <= most:
+        return []
+    return [f"of packed sequences it is for 1 to {most} query rows a key/value head; max_seqlen_q allows {rows}"]
+
+
+def as_promised(problem: AttentionProblem) -> AttentionProblem:
+    """With len_q of packed sequences as promised, however few rows there are in all: a row's bits follow from it."""
+    return replace(problem, len_q=problem.promised_q) if problem.promised_q is not None else problem
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: DecodeConfig, page: int) -> DecodeTile:
@@ -79,7 +105,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
 
 def config_of(problem: AttentionProblem, inputs: Inputs, target: Target, paged: bool) -> DecodeConfig:
     """The tile that a launch takes."""
-    return decode_tile(problem, target, vectorised(inputs.k) and vectorised(inputs.v), paged)
+    return decode_tile(as_promised(problem), target, vectorised(inputs.k) and vectorised(inputs.v), paged)
 
 
 class Call:
@@ -98,7 +124,7 @@ class Call:
         target: Target,
         config: DecodeConfig | None = None,
     ) -> None:
-        self.problem = problem
+        self.problem = problem = as_promised(problem)
         config = config or config_of(problem, inputs, target, table is not None)
         q, k, v = inputs.q, inputs.k, inputs.v
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
@@ -123,11 +149,11 @@ class Call:
         self.tile = tile
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
-        mask = inputs.mask
+        mask, packed = inputs.mask, problem.features.varlen
         self.partial_numbers = (
-            *(x.stride() for x in (q, k, v)),
+            *(strides(x, packed) for x in (q, k, v)),
             None if mask is None else mask_strides(expanded_mask(problem, mask)),
-            *((out.stride(), *lse.stride()[:2]) if alone else (None, 0, 0)),
+            *((strides(out, packed), *lse_strides(lse, packed)) if alone else (None, 0, 0)),
             *(step, k.shape[0], num_m, programs, states, few_own, long_own, *lengths),
             *(problem.scale * LOG2E, problem.softcap),
             *(problem.features, tile),
@@ -141,18 +167,22 @@ class Call:
         if not alone:
             self.merge = Merge(problem, tile, states, splits, [state for _, state in owners], config, out, lse, target)
             self.starters.append(self.merge.start)
+        self.uncovered = Uncovered(problem, inputs, target, follows=heads > 0) if packed else None
+        if self.uncovered:
+            self.starters.append(self.uncovered.start)
 
     def arguments(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> tuple[tuple[Any, ...], ...]:
-        """Of the launch, or of both; the first then writes states that the second reads."""
+        """Of the launches, in their order."""
         table = None if table is None else in_rows(table)
         mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
-        read = (*inputs[:3], table, contiguous(inputs.kv_lens), mask)
+        read = (*inputs[:3], table, contiguous(inputs.kv_lens), mask, *packing(inputs))
+        behind = (self.uncovered.arguments(inputs, out, lse),) if self.uncovered else ()
         if self.merge is None:
             written = (None, None, None, out, lse, contiguous(inputs.sinks))
-            return ((*read, *written, *self.partial_numbers),)
+            return (*read, *written, *self.partial_numbers), *behind
         states = self.merge.states(inputs.q)
         partial = (*read, *states, None, None, None, *self.partial_numbers)
-        return partial, self.merge.arguments(inputs, out, lse, states)
+        return partial, self.merge.arguments(inputs, out, lse, states), *behind
 
     def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
         if out.numel():
@@ -160,7 +190,8 @@ class Call:
 
     def _launch(self, arguments: tuple[tuple[Any, ...], ...]) -> None:
         for start, args in zip(self.starters, arguments, strict=True):
-            start(args)
+            if start.grid[0]:
+                start(args)
 
 
 def in_rows(table: Tensor) -> Tensor:
@@ -177,7 +208,7 @@ def plan(
     target: Target,
     config: DecodeConfig | None = None,
 ) -> tuple[Plan, ...]:
-    """The launch, or both, to look at or to compile."""
+    """The launches, to look at or to compile."""
     call = Call(problem, inputs, table, out, lse, target, config)
     arguments = call.arguments(inputs, table, out, lse)
     return tuple((x.kernel, x.grid, args, x.options) for x, args in zip(call.starters, arguments, strict=True))

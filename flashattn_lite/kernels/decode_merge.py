@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, no_keys, splits_of, visible_keys, weigh, whole, write_rows
+from flashattn_lite.kernels.decode_splits import (
+    fold,
+    no_keys,
+    place_of,
+    splits_of,
+    visible_keys,
+    weigh,
+    whole,
+    write_rows,
+)
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, shift
 
@@ -56,25 +65,29 @@ def merged(states, first, r, rows, offs_d, tiles, each, OWN: tl.constexpr, LANES
     return m_i, l_i, sum_by_halves(weigh(acc_c, weight), CHAINS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "parts", "heads", "len_q", "max_k", "diag_lo", "diag_hi"])
-def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr, o_strides, stride_lb, stride_lh,
-                 parts, heads, len_q, max_k, diag_lo, diag_hi, OWN: tl.constexpr, LANES: tl.constexpr,
-                 LONG_OWN: tl.constexpr, LONG_LANES: tl.constexpr, COLUMNS: tl.constexpr, F: tl.constexpr,
-                 T: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows_q", "rows_k", "stride_lb", "stride_lh", "parts", "heads", "most_q", "most_k",
+                               "diag_lo", "diag_hi"])  # fmt: skip
+def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, cu_q_ptr, cu_k_ptr, rows_q, rows_k, m_ptr, l_ptr, acc_ptr,
+                 o_strides, stride_lb, stride_lh, parts, heads, most_q, most_k, diag_lo, diag_hi, OWN: tl.constexpr,
+                 LANES: tl.constexpr, LONG_OWN: tl.constexpr, LONG_LANES: tl.constexpr, COLUMNS: tl.constexpr,
+                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """From states of OWN of up to LANES splits each, of which there is room for `parts` in a sequence and head.
 
     Where a sequence has more than FEW, LONG_OWN and LONG_LANES; LONG_LANES of 0: none has.
     """
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
-    rows = T.GROUP if T.ONE else T.GROUP * len_q
+    rows = T.GROUP if T.ONE else T.GROUP * most_q
     at, block = divided(tl.program_id(0), blocks)
     head, r = divided(at, rows)
     b, h = divided(head, heads)
-    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F)
+    start_q, len_q, _, max_k = place_of(b, most_q, most_k, (cu_q_ptr, cu_k_ptr, rows_q, rows_k), F)
+    lo, hi, _, _, _ = visible_keys(kv_lens_ptr, b, tl.minimum(len_q, most_q), len_q, max_k, diag_lo, diag_hi, F)
     _, tiles, each = splits_of(lo, hi, T)
     offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
     states, first = (m_ptr, l_ptr, acc_ptr), (b.to(tl.int64) * heads + h) * parts
     if T.PDL:
+        if F.varlen:  # the launch for uncovered rows comes behind
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if LONG_LANES == 0:
         m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
@@ -83,7 +96,9 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, m_ptr, l_ptr, acc_ptr
             m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, LONG_OWN, LONG_LANES, T)
         else:
             m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)
-    offs_h, token = divided(r + tl.arange(0, 1), 1 if T.ONE else len_q)
+    offs_h, offs_m = divided(r + tl.arange(0, 1), 1 if T.ONE else most_q)
     dst = (out_ptr, lse_ptr, sinks_ptr, o_strides, (stride_lb, stride_lh))
     there = offs_h >= 0  # as every row is that has a program
-    write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, token, there, offs_d, block == 0, F, T)
+    if F.varlen:  # not so where another sequence is the longest
+        there = offs_m < len_q
+    write_rows(dst, m_i, l_i, acc, b, h * T.GROUP + offs_h, start_q + offs_m, there, offs_d, block == 0, F, T)

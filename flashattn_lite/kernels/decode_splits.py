@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
 
 
@@ -48,8 +49,25 @@ class DecodeTile:
 
 
 @triton.jit
-def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr):
-    """(lo, hi, len_k, diag_lo, diag_hi) of sequence b; no row sees a key outside lo <= key < hi."""
+def place_of(b, most_q, most_k, packing, F: tl.constexpr):
+    """(first query, queries, first key, keys) of sequence b, as it lies in memory: packed, behind other sequences.
+
+    packing: (cu_seqlens_q, cu_seqlens_k, rows of q, rows of k). most_q, most_k: of the longest sequence, as promised.
+    """
+    start_q, start_k = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    len_q, len_k = most_q, most_k
+    if F.varlen:
+        cu_q, cu_k = packing[0] + b, packing[1] + b
+        start_q, len_q = clamp_sequence(tl.load(cu_q), tl.load(cu_q + 1), packing[2])
+        start_k, len_k = clamp_sequence(tl.load(cu_k), tl.load(cu_k + 1), packing[3])
+        # There are programs for no more keys than were promised, and none are for who asks nothing.
+        len_k = tl.where(len_q > 0, tl.minimum(len_k, most_k), 0)
+    return start_q, len_q, start_k, len_k
+
+
+@triton.jit
+def visible_keys(kv_lens_ptr, b, rows, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr):
+    """(lo, hi, len_k, diag_lo, diag_hi) of sequence b; none of its first `rows` sees a key outside lo <= key < hi."""
     len_k = max_k
     if F.kv_lens:
         len_k = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), max_k)
@@ -61,7 +79,7 @@ def visible_keys(kv_lens_ptr, b, len_q, max_k, diag_lo, diag_hi, F: tl.constexpr
     if F.left:
         lo = tl.maximum(diag_lo, 0)
     if F.right:
-        hi = tl.minimum(len_q + diag_hi, len_k)
+        hi = tl.minimum(rows + diag_hi, len_k)
     some = lo < hi
     return tl.where(some, lo, 0), tl.where(some, hi, 0), len_k, diag_lo, diag_hi
 

@@ -195,7 +195,8 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
         cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b
         start_q, len_q = clamp_sequence(gl.load(cu_q), gl.load(cu_q + 1), len_q)
         start_k, len_k = clamp_sequence(gl.load(cu_k), gl.load(cu_k + 1), len_k)
-    seen_lo, seen_hi, len_k, diag_lo, diag_hi = visible_keys(args.kv_lens_ptr, b, len_q, len_k, diag_lo, diag_hi, F)
+    seen_lo, seen_hi, len_k, diag_lo, diag_hi = visible_keys(args.kv_lens_ptr, b, len_q, len_q, len_k,
+                                                           diag_lo, diag_hi, F)  # fmt: skip
     if T.PARTIAL:
         first_tile, _, each = splits_of(seen_lo, seen_hi, T)
         start_k = (first_tile + part * each) * T.BLOCK_N

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashattn_lite.kernels.decode_merge import merge_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
-from flashattn_lite.kernels.operands import contiguous
+from flashattn_lite.kernels.operands import contiguous, lse_strides, packing, strides
 from flashattn_lite.kernels.start import Starter
 from flashattn_lite.kernels.tuning import padded, power_of_two
 from flashattn_lite.kernels.tuning_decode import DecodeConfig
@@ -52,8 +52,9 @@ class Merge:
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows
         self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
+        packed = problem.features.varlen
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
-        self.numbers = (out.stride(), *lse.stride()[:2], parts, *lengths, own, lanes)
+        self.numbers = (strides(out, packed), *lse_strides(lse, packed), parts, *lengths, own, lanes)
         self.numbers += (long_own, long_lanes, columns, problem.features, tile)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
         if target.kind == "cuda":
@@ -68,7 +69,8 @@ class Merge:
         return m_i, l_i, acc
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
-        return (out, lse, contiguous(inputs.sinks), contiguous(inputs.kv_lens), *states, *self.numbers)
+        lengths = contiguous(inputs.kv_lens), *packing(inputs)
+        return (out, lse, contiguous(inputs.sinks), *lengths, *states, *self.numbers)
 
 
 def columns_of(own: int, lanes: int, tile: DecodeTile, config: DecodeConfig) -> int:

@@ -43,6 +43,13 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()
 
 
+def packing(inputs: Inputs) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """(cu_seqlens_q, cu_seqlens_k, rows of q, rows of k) of packed sequences; of others nothing."""
+    if inputs.cu_seqlens_q is None:
+        return None, None, 0, 0
+    return contiguous(inputs.cu_seqlens_q), contiguous(inputs.cu_seqlens_k), inputs.q.shape[0], inputs.k.shape[0]
+
+
 def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
     """(batch, head, row, dim) strides; packed tensors are [row, head, dim] and have one batch."""
     return (0, x.stride(1), x.stride(0), x.stride(2)) if packed else x.stride()

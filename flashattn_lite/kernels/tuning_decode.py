@@ -190,7 +190,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
 
 def sees_few_keys(problem: AttentionProblem) -> bool:
     """Whether no sequence's rows see more than FEW_KEYS between them, had a cache room for any: bits would tell."""
-    if problem.features.kv_lens:
+    if problem.features.kv_lens or problem.features.varlen:
         problem = replace(problem, len_k=FAR)
     return problem.keys_seen <= FEW_KEYS
 

@@ -1,0 +1,127 @@
+"""Tiles as decoding takes them: query rows of one key/value head, rows of its keys and values, what a mask says."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn_lite.kernels.device.scores import visible
+
+
+@triton.jit
+def query_rows(block_m, most_q, T: tl.constexpr):
+    """(rows of this tile [M], of each its token and its head in the group)."""
+    offs_r = block_m * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
+    if T.ONE:  # without a division
+        return offs_r, tl.zeros_like(offs_r), offs_r
+    else:
+        return offs_r, offs_r % most_q, offs_r // most_q
+
+
+@triton.jit
+def load_queries(q_ptr, q_strides, b, h, offs_h, token, there, T: tl.constexpr):
+    """Q [M, D] of heads offs_h of key/value head h and tokens [M] of sequence b; 0 where none is there."""
+    offs_d = tl.arange(0, T.BLOCK_D)
+    q_ptrs = q_ptr + b.to(tl.int64) * q_strides[0] + (h.to(tl.int64) * T.GROUP + offs_h[:, None]) * q_strides[1]
+    q_ptrs += token.to(tl.int64)[:, None] * q_strides[2] + offs_d.to(tl.int64)[None, :] * q_strides[3]
+    return tl.load(q_ptrs, mask=there[:, None] & (offs_d < T.HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def rows_of_head(ptr, strides, b, h, start, F: tl.constexpr, T: tl.constexpr):
+    """(pointer, strides) of K or V of one head, from where sequence b begins; of pages, from the first one."""
+    ptr += h.to(tl.int64) * (strides[1] // T.ALIGN * T.ALIGN)
+    if not T.PAGE:
+        ptr += b.to(tl.int64) * (strides[0] // T.ALIGN * T.ALIGN)
+    if F.varlen:
+        ptr += start.to(tl.int64) * (strides[2] // T.ALIGN * T.ALIGN)
+    return ptr, strides
+
+
+@triton.jit
+def mask_of_rows(ptr, strides, b, h, offs_h, offs_m, there, T: tl.constexpr):
+    """A mask as `mask_of_keys` takes it."""
+    ptr += b.to(tl.int64) * strides[0] + h.to(tl.int64) * T.GROUP * strides[1]
+    if T.MASK_ROWS:
+        ptr += offs_h.to(tl.int64) * strides[1] + offs_m.to(tl.int64) * strides[2]
+    return ptr, strides[3], there
+
+
+@triton.jit
+def key_rows(start, exists, table_ptr, pages, T: tl.constexpr):
+    """(page, row in it) of the keys from start on [N], 64-bit; of a contiguous cache (0, row behind row start).
+
+    A table's entry is clamped into the cache.
+    """
+    offs = tl.arange(0, T.BLOCK_N)
+    if T.PAGE:
+        page = tl.load(table_ptr + (start + offs) // T.PAGE, mask=exists, other=0)
+        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), ((start + offs) % T.PAGE).to(tl.int64)
+    else:
+        return tl.zeros_like(offs).to(tl.int64), offs.to(tl.int64)
+
+
+@triton.jit
+def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
+    """Rows [N, BLOCK] of K or V of one head; src = (pointer, strides). What does not exist is not read, and is 0."""
+    offs_d = tl.arange(0, BLOCK)
+    # In whole units of ALIGN, so that the compiler knows that rows start where 16-byte loads may.
+    step = src[1][2] // T.ALIGN * T.ALIGN
+    ptr = src[0]
+    offs = row * step
+    if T.PAGE:
+        offs += page * (src[1][0] // T.ALIGN * T.ALIGN)
+    else:  # only one number changes from tile to tile
+        ptr += tl.cast(start, tl.int64) * step
+    ptrs = ptr + (offs[:, None] + offs_d.to(tl.int64)[None, :] * src[1][3])
+    if DIM == BLOCK:
+        return tl.load(ptrs, mask=exists[:, None], other=0.0)
+    else:
+        return tl.load(ptrs, mask=exists[:, None] & (offs_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def mask_of_keys(mask, offs_n, exists, T: tl.constexpr):
+    """The mask at keys offs_n: [N], or with MASK_ROWS [M, N]. mask = (where its rows begin, stride of keys, rows)."""
+    offs = offs_n.to(tl.int64) * mask[1]
+    # Of single elements whatever the addresses: their width would decide on layouts, and these on the order of sums.
+    if T.MASK_ROWS:
+        ptrs = tl.max_contiguous(mask[0][:, None] + offs[None, :], [1, 1])
+        return tl.load(ptrs, mask=mask[2][:, None] & exists[None, :], other=0)
+    else:
+        return tl.load(tl.max_contiguous(mask[0] + offs, [1]), mask=exists, other=0)
+
+
+@triton.jit
+def shown(bias, F: tl.constexpr):
+    """Where a mask lets rows look."""
+    if F.mask == "bool":
+        return bias != 0
+    else:
+        return bias != float("-inf")
+
+
+@triton.jit
+def keys_there(offs_n, lo, hi, mask, F: tl.constexpr, T: tl.constexpr):
+    """(which keys exist [N], the mask as `mask_of_keys`). What a mask hides from every row does not exist."""
+    exists = (offs_n >= lo) & (offs_n < hi)
+    bias = 0
+    if F.mask != "":
+        bias = mask_of_keys(mask, offs_n, exists, T)
+        if not T.MASK_ROWS:
+            exists = exists & shown(bias, F)
+    return exists, bias
+
+
+@triton.jit
+def seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F: tl.constexpr, T: tl.constexpr):
+    """[M, N] which rows see which keys; if that is what exists, a row of flags serves all."""
+    if not T.UNEQUAL:
+        return exists[None, :]
+    else:
+        seen = visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F)
+        if T.MASK_ROWS:
+            seen = seen & shown(bias, F)
+        elif F.mask != "":
+            seen = seen & exists[None, :]
+        return seen

@@ -184,6 +184,19 @@ def test_the_tile_follows_from_the_promised_rows_alone(most, window):
     assert (seen.pop().splits == FEW_KEYS_SPLITS) is (window is not None)
 
 
+@pytest.mark.parametrize(("most_k", "pairs"), [(8192, True), (9000, True), (9200, False), (16384, False)])
+def test_pairs_of_chains_are_for_batches_that_fill_their_room(most_k, pairs):
+    """Of these lengths the host knows the sum, and so whether programs that own two chains would be alike."""
+    q = torch.empty(64, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(64 * 8192, 8, 128, dtype=torch.bfloat16, device="meta")
+    cu = torch.empty(65, dtype=torch.int32, device="meta")
+    inputs = Inputs(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    rest = {"q_start": None, "window_left": None, "window_right": None, "softcap": None}
+    problem = describe(inputs, causal=True, scale=1.0, max_seqlen_q=1, max_seqlen_k=most_k, **rest)
+    lse = torch.empty(32, 64, device="meta")
+    assert decode_launch.Call(problem, inputs, None, q, lse, H100).tile.OWNS_PAIR is pairs
+
+
 @pytest.mark.gpu
 def test_repeats_in_a_graph_with_other_tables():
     """A captured call reads the tables anew: other lengths, other results, the same as outside the graph."""

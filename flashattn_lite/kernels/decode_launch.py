@@ -27,7 +27,15 @@ from flashattn_lite.kernels.operands import (
 )
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import padded
-from flashattn_lite.kernels.tuning_decode import FEW_ROWS, FULL_OF_PAIRS, MANY, DecodeConfig, decode_tile, enough
+from flashattn_lite.kernels.tuning_decode import (
+    FEW_ROWS,
+    FILLED,
+    FULL_OF_PAIRS,
+    MANY,
+    DecodeConfig,
+    decode_tile,
+    enough,
+)
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
@@ -132,7 +140,8 @@ class Call:
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
         # What is done again where rows see different keys is one state.
-        several, pairs = 1 if tile.UNEQUAL else config.several, config.owns_pairs and not problem.features.mask
+        several = 1 if tile.UNEQUAL else config.several
+        pairs = config.owns_pairs and not problem.features.mask and seems_full(problem, inputs)
         owners = owners_of(splits, num_m * heads, replace(config, several=several, owns_pairs=pairs), target)
         (few_own, _), (long_own, of_a_state) = owners
         if of_a_state > tile.CHAIN:
@@ -192,6 +201,14 @@ class Call:
         for start, args in zip(self.starters, arguments, strict=True):
             if start.grid[0]:
                 start(args)
+
+
+def seems_full(problem: AttentionProblem, inputs: Inputs) -> bool:
+    """Whether sequences may all be as long as the longest: only of packed ones the host knows how many keys there are.
+
+    Pairs of chains are for such batches (`tuning_decode.FILLED`).
+    """
+    return not problem.features.varlen or inputs.k.shape[0] >= FILLED * problem.batch * problem.len_k
 
 
 def in_rows(table: Tensor) -> Tensor:

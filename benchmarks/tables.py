@@ -72,6 +72,11 @@ def ratios(cells: Iterable[Speeds], ceiling: str) -> str:
     return " / ".join(f"{cell[OURS] / cell[ceiling]:.2f}" for cell in cells)
 
 
+def bold_below_1(ratio: float) -> str:
+    text = "-" if math.isnan(ratio) else f"{ratio:.2f}"
+    return f"**{text}**" if ratio < 1 else text
+
+
 def kind(causal: str) -> str:
     return "causal" if causal == "True" else "full"
 
@@ -218,6 +223,19 @@ def decode_each(read: Read) -> list[str]:
     return each_and_earlier(now, then, "read", "read", f"{OURS}-paged")
 
 
+def decode_mixed(rows: Sequence[Row]) -> list[str]:
+    """Microseconds a call; bold: FlashAttention-3 or torch is faster than what of ours has the same form."""
+    cells = speeds(rows, "us", "batch", "len_kv", "len_q")
+    names = {"read": "read", OURS: "ours", "fa3": "FA3", "sdpa": "SDPA", f"{OURS}-paged": "ours paged",
+             f"{OURS}-packed": "ours packed", "fa3-packed": "FA3 packed"}  # fmt: skip
+    lines = header("batch x up to", *names.values(), "to the best", "packed, to FA3")
+    for (batch, room, tokens), cell in cells.items():
+        name = f"{batch} x {thousands(int(room))}" + ("" if tokens == "1" else f", {tokens} tokens")
+        ratios = min(cell["fa3"], cell["sdpa"]) / cell[OURS], cell["fa3-packed"] / cell[f"{OURS}-packed"]
+        lines.append(line(name, *(f"{cell[each]:.1f}" for each in names), *(bold_below_1(ratio) for ratio in ratios)))
+    return lines
+
+
 def shapes(rows: Sequence[Row]) -> list[str]:
     """Microseconds a call. SDPA: the faster of torch's own choice and cuDNN; bold: somebody is faster than we are."""
     size_of = ("batch", "heads_q", "heads_kv", "len_q", "len_kv", "head_dim", "head_dim_v", "dtype", "causal")
@@ -231,8 +249,7 @@ def shapes(rows: Sequence[Row]) -> list[str]:
         others = [[cell[name] for name in names if name in cell] for names in (("sdpa", "sdpa-cudnn"), ("fa3",))]
         texts = [f"{min(times):.1f}" if times else "-" for times in ([cell[OURS]], *others)]
         ratio = min(rivals(cell).values(), default=math.nan) / cell[OURS]
-        text = "-" if math.isnan(ratio) else f"{ratio:.2f}"
-        lines.append(line(name, size, *texts, f"**{text}**" if ratio < 1 else text))
+        lines.append(line(name, size, *texts, bold_below_1(ratio)))
     return lines
 
 
@@ -274,6 +291,7 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "softmax": lambda read: softmax(read("softmax")),
     "decode": lambda read: decode(read("decode")),
     "decode_each": decode_each,
+    "decode_mixed": lambda read: decode_mixed(read("decode_mixed")),
     "shapes": lambda read: shapes(read("shapes")),
     "backward": lambda read: backward(read("backward")),
     "backward_fp32": lambda read: backward_beside(read("backward_fp32"), "float32"),

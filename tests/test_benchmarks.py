@@ -247,6 +247,7 @@ def test_random_problems_tell_a_wrong_attention(name, monkeypatch):
     monkeypatch.setattr(problems, "KEYS", (33, 100))
     monkeypatch.setattr(problems, "DTYPES", (torch.float32,))
     wrong, expected = WRONG[name]
+    torch.manual_seed(0)  # of the noise: some of it is too small for any bit
     found = set()
     for seed in range(8):
         case = problems.problem(random.Random(seed), torch.device("cpu"))

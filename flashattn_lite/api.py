@@ -117,9 +117,9 @@ def attention_varlen(
             Their values are checked on the CPU; on a GPU they are clamped into the tensors by the kernel, so that
             a wrong table can give a wrong result for a sequence but never an access outside.
         max_seqlen_q, max_seqlen_k: upper bounds on the lengths; given, a GPU call never waits for the device.
-            Up to 16 rows a key/value head by max_seqlen_q: their keys are split over the GPU, as where `attention`
-            has few rows. Of a longer sequence a GPU does not compute rows past max_seqlen_q (they read as 0, lse
-            -inf), nor gradients of keys past max_seqlen_k, which few rows do not see either.
+            If max_seqlen_q promises up to 16 rows a key/value head, their keys are split over the GPU, as where
+            `attention` has few rows. Of a longer sequence a GPU does not compute rows past max_seqlen_q (they read as
+            0, lse -inf), nor gradients of keys past max_seqlen_k, which few rows do not see either.
         kv_lens: `(batch,)` int32: keys of sequence b from `kv_lens[b]` on do not exist.
         causal, q_start, window, scale, softcap, sinks, return_lse, backend: as in `attention`, for each sequence.
 

@@ -11,7 +11,7 @@ from flashattn_lite import calls, flops, operators
 from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
-from flashattn_lite.problem import Inputs
+from flashattn_lite.problem import UNPROMISED, Inputs
 from flashattn_lite.scalars import as_int
 
 INTEGERS = ("q_start", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k")
@@ -51,6 +51,10 @@ def measured(given: list[Any]) -> tuple[Any, ...]:
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
         if given[cu] is not None and given[at] is None:
             given[at] = longest(given[cu])
+            if (
+                side == "q"
+            ):  # no promise: else which kernel a sequence has, and so its bits, would follow from the others
+                given[at] = max(given[at], UNPROMISED)
     return tuple(given)
 
 

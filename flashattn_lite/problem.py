@@ -12,6 +12,7 @@ from torch import Tensor
 Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
 SMALL = 2.0**-120  # a scale of less may be 0 in float32, or in units of log2
+UNPROMISED = 17  # rows that packed sequences are taken to have where nobody promises fewer: more than are few anywhere
 FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
 
 

@@ -26,6 +26,10 @@ def test_large_scores_keep_their_sums(size, options, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     q, k, v, d_out = (torch.randn(1, heads, 70, 16).to(device, dtype) for heads in (2, 1, 1, 2))
+    if (
+        device.type == "cpu"
+    ):  # scores that are exact: a library adds up other tiles in other orders, forward and backward
+        q, k = (x.mul(4).round().clamp(-8, 8) / 4 for x in (q, k))
     small = (torch.arange(70, device=device)[:, None] % 2 == 0).expand_as(q)
     before = gradients(fa.attention, q, k, v, d_out, **options)
     q = torch.where(small, q, q * size)

@@ -114,9 +114,9 @@ def test_pages_of_compiled_code_and_under_vmap():
     refuses(PAGE, torch.vmap(call), Q[None], wrong[None])
 
 
-@pytest.mark.parametrize("most", [10, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("most", [40, 2**31 - 1, 2**40])
 def test_a_promise_far_above_the_longest_sequence_changes_nothing(device, most):
-    """Nor starts a block for rows that can't be."""
+    """Nor starts a block for rows that can't be. (One of few rows is another kernel's.)"""
     x, cu = X.to(device), CU.to(device)
     want = fa.attention_varlen(x, x, x, cu, cu, causal=True)
     assert torch.equal(fa.attention_varlen(x, x, x, cu, cu, causal=True, max_seqlen_q=most, max_seqlen_k=most), want)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ import flashattn_lite
 from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS, TIMED_MS, WARM_MS
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
-from benchmarks.providers import Provider, compiled_flex, flash_attention, flash_attention_3
+from benchmarks.providers import Provider, compiled_flex, flash_attention, flash_attention_3, importable
 from benchmarks.timing import Timing, median, sustained
 
 HEADS_Q, HEADS_KV, DIM, PAGE = 32, 8, 128, 16
@@ -63,6 +63,8 @@ class Data:
 
 
 Call = Callable[[Data], Tensor]
+Measured = tuple[list[dict[str, Any]], list[str]]  # rows of a cell; the speed of each provider, to print
+Measure = Callable[[dict[str, Any], tuple[int, int, int], dict[str, str]], Measured]  # (cell, its sizes, absent)
 
 
 def make_data(batch: int, keys: int, tokens: int, paged: bool) -> Data:
@@ -241,49 +243,54 @@ def parse_cell(text: str) -> tuple[int, int, int]:
     return batch, keys, tokens[0] if tokens else 1
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), help="batch x keys [x query tokens]")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/decode.csv")
+def options_of(name: str, doc: str | None, cells: Sequence[str], providers: Iterable[str], argv: Any) -> Any:
+    """The command line of a benchmark of such cells."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+    parser.add_argument("--cells", nargs="+", default=list(cells), help="batch x keys [x query tokens]")
+    parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers))
+    parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/<GPU>/{name}.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
-    out = options.out or results_of() / "decode.csv"
-    providers, missing = {}, {}
-    for name in options.providers:
-        try:
-            providers[name] = PROVIDERS[name]()
-        except Exception as reason:
-            missing[name] = f"{type(reason).__name__}: {reason}"
+    options.out = options.out or results_of() / f"{name}.csv"
+    return options
+
+
+def run(cells: Sequence[str], missing: dict[str, str], out: Path, measure: Measure) -> None:
+    """Measures cell after cell; the rows so far are written after each."""
     torch.manual_seed(0)
-    provenance = row_provenance("cuda")
-    rows: list[dict[str, Any]] = [
-        {**provenance, "op": "attention_decode", "provider": name, "metric": "absent", "median": why}
-        for name, why in missing.items()
-    ]
-    with Progress(len(options.cells)) as bar:
-        for number, text in enumerate(options.cells):
+    common = {**row_provenance("cuda"), "op": "attention_decode"}
+    absent_of = lambda cell, why: [{**cell, "provider": n, "metric": "absent", "median": w} for n, w in why.items()]
+    rows: list[dict[str, Any]] = absent_of(common, missing)
+    with Progress(len(cells)) as bar:
+        for number, text in enumerate(cells):
             bar.show(number, text)
             batch, keys, tokens = parse_cell(text)
-            cell = {**provenance, "op": "attention_decode", "batch": batch, "heads_q": HEADS_Q, "heads_kv": HEADS_KV,
-                    "len_q": tokens, "len_kv": keys, "head_dim": DIM, "head_dim_v": DIM, "dtype": "bf16",
-                    "causal": True}  # fmt: skip
+            cell = {**common, "batch": batch, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "len_q": tokens, "len_kv": keys,
+                    "head_dim": DIM, "head_dim_v": DIM, "dtype": "bf16", "causal": True}  # fmt: skip
             absent: dict[str, str] = {}
-            done, size = measure_cell(providers, batch, keys, tokens, absent)
-            for name, result in done.items():
-                rows += rows_of(cell, size, name, result)
-            rows += [{**cell, "provider": name, "metric": "absent", "median": why} for name, why in absent.items()]
-            speeds = (f"{name} {size / r.timing.quantile(0.5) / 1e6:.0f} GB/s" for name, r in done.items())
-            print(f"batch {batch}, {keys} keys, {tokens} tokens: " + ", ".join(speeds), flush=True)
+            measured, speeds = measure(cell, (batch, keys, tokens), absent)
+            rows += measured + absent_of(cell, absent)
+            print(f"batch {batch}, {keys} keys, {tokens} tokens: {', '.join(speeds)}", flush=True)
             for name, why in absent.items():
                 print(f"  absent: {name}: {why}", flush=True)
             write_rows(out, rows)
-            del done
             torch.cuda.empty_cache()
     for name, why in missing.items():
         print(f"absent: {name}: {why}")
     print(f"rows: {out}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = options_of("decode", __doc__, CELLS, PROVIDERS, argv)
+    made, missing = importable({name: PROVIDERS[name] for name in options.providers})
+
+    def measure(cell: dict[str, Any], sizes: tuple[int, int, int], absent: dict[str, str]) -> Measured:
+        done, size = measure_cell(made, *sizes, absent)
+        rows = [row for name, result in done.items() for row in rows_of(cell, size, name, result)]
+        return rows, [f"{name} {size / r.timing.quantile(0.5) / 1e6:.0f} GB/s" for name, r in done.items()]
+
+    run(options.cells, missing, options.out, measure)
 
 
 if __name__ == "__main__":

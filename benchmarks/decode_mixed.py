@@ -16,11 +16,9 @@ provider that can't be imported or is wrong has a row of metric absent, with the
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +34,12 @@ from benchmarks.decode import (
     HEADS_Q,
     PAGE,
     READ_BYTES_PER_MS,
+    Measured,
     captured,
-    parse_cell,
+    options_of,
     replay_in_turn,
+    run,
 )
-from benchmarks.progress import Progress
-from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import carried_by_xformers, importable, in_a_line
 from benchmarks.shapes import Result, rows_of
 from benchmarks.timing import Timing
@@ -205,41 +203,15 @@ def measure_cell(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode_mixed", description=__doc__)
-    parser.add_argument("--cells", nargs="+", default=list(CELLS), help="batch x room [x query tokens]")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/decode_mixed.csv")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
-    out = options.out or results_of() / "decode_mixed.csv"
+    options = options_of("decode_mixed", __doc__, CELLS, PROVIDERS, argv)
     made, missing = importable({name: PROVIDERS[name] for name in options.providers})
-    torch.manual_seed(0)
-    common = {**row_provenance("cuda"), "op": "attention_decode"}
-    rows: list[dict[str, Any]] = [
-        {**common, "provider": name, "metric": "absent", "median": why} for name, why in missing.items()
-    ]
-    with Progress(len(options.cells)) as bar:
-        for number, text in enumerate(options.cells):
-            bar.show(number, text)
-            batch, room, tokens = parse_cell(text)
-            cell = {**common, "batch": batch, "heads_q": HEADS_Q, "heads_kv": HEADS_KV, "len_q": tokens,
-                    "len_kv": room, "head_dim": DIM, "head_dim_v": DIM, "dtype": "bf16", "causal": True}  # fmt: skip
-            absent: dict[str, str] = {}
-            done, calls = measure_cell(made, batch, room, tokens, absent)
-            for name, result in done.items():
-                rows += rows_of(cell, calls, name, result)
-            rows += [{**cell, "provider": name, "metric": "absent", "median": why} for name, why in absent.items()]
-            times = (f"{name} {r.timing.quantile(0.5) * 1e3 / calls:.1f} us" for name, r in done.items())
-            print(f"batch {batch}, up to {room} keys, {tokens} tokens: " + ", ".join(times), flush=True)
-            for name, why in absent.items():
-                print(f"  absent: {name}: {why}", flush=True)
-            write_rows(out, rows)
-            del done
-            torch.cuda.empty_cache()
-    for name, why in missing.items():
-        print(f"absent: {name}: {why}")
-    print(f"rows: {out}")
+
+    def measure(cell: dict[str, Any], sizes: tuple[int, int, int], absent: dict[str, str]) -> Measured:
+        done, calls = measure_cell(made, *sizes, absent)
+        rows = [row for name, result in done.items() for row in rows_of(cell, calls, name, result)]
+        return rows, [f"{name} {r.timing.quantile(0.5) * 1e3 / calls:.1f} us" for name, r in done.items()]
+
+    run(options.cells, missing, options.out, measure)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,8 @@ def measured(given: list[Any]) -> tuple[Any, ...]:
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
         if given[cu] is not None and given[at] is None:
-            given[at] = longest(given[cu])
-            if (
-                side == "q"
-            ):  # no promise: else which kernel a sequence has, and so its bits, would follow from the others
-                given[at] = max(given[at], UNPROMISED)
+            # What is measured is no promise: else neighbours would choose a sequence's kernel, and so its bits.
+            given[at] = max(longest(given[cu]), UNPROMISED if side == "q" else 0)
     return tuple(given)
 
 

@@ -16,6 +16,7 @@ import flashattn_lite as fa
 from benchmarks import (
     attention,
     backward,
+    decode,
     decode_mixed,
     host_time,
     packed,
@@ -112,6 +113,30 @@ def test_decoding_of_unequal_lengths_is_the_same_for_all(name, tokens):
     assert decode_mixed.relative_error(out, data) < 4 * torch.finfo(torch.bfloat16).eps
     out[-1, -1] = out[0, 0]
     assert decode_mixed.relative_error(out, data) > 0.1
+
+
+def test_cells_of_decoding_are_written_as_they_come(tmp_path, monkeypatch, capsys):
+    """By the driver of both benchmarks: sizes from a cell's name, reasons of who is absent, rows after each cell."""
+    monkeypatch.setattr(decode, "row_provenance", lambda device: provenance.row_provenance("cpu"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    seen = []
+
+    def measure(cell, sizes, absent):
+        if seen:
+            assert len(provenance.read_rows(tmp_path / "rows.csv")) == 3
+            raise KeyboardInterrupt
+        seen.append(sizes)
+        absent["fa3"] = "wrong"
+        return [{**cell, "provider": "flashattn_lite", "metric": "us", "median": "7"}], ["flashattn_lite 7 us"]
+
+    with pytest.raises(KeyboardInterrupt):
+        decode.run(["2x48x4", "8x64"], {"fa4": "not here"}, tmp_path / "rows.csv", measure)
+    assert seen == [(2, 48, 4)]
+    gone, ours, wrong = provenance.read_rows(tmp_path / "rows.csv")
+    assert (gone["provider"], gone["metric"], gone["median"], gone["batch"]) == ("fa4", "absent", "not here", "")
+    assert [ours[name] for name in ("batch", "len_kv", "len_q", "median")] == ["2", "48", "4", "7"]
+    assert (wrong["provider"], wrong["metric"], wrong["median"], wrong["batch"]) == ("fa3", "absent", "wrong", "2")
+    assert "batch 2, 48 keys, 4 tokens: flashattn_lite 7 us\n  absent: fa3: wrong" in capsys.readouterr().out
 
 
 def test_what_packed_sequences_cost():

@@ -215,3 +215,22 @@ def test_peak_memory_is_that_of_the_results():
     assert f"its flash backward {flash}." in page
     assert f"commit {commit}) the forward takes {ours:.0f} MiB, forward and backward take {lite}, where" in readme
     assert f"torch's cuDNN backward takes {cudnn} and its flash backward {flash}" in readme
+
+
+def test_the_readme_says_what_unequal_lengths_gave():
+    read = tables.results(H100)
+    cells = tables.speeds(read("decode_mixed"), "us", "batch", "len_kv", "len_q")
+    ours = "flashattn_lite"
+    ratios = {
+        tokens: [
+            [cell[rival] / cell[form] for (*_, n), cell in cells.items() if n == tokens]
+            for form, rival in ((ours, "fa3"), (f"{ours}-packed", "fa3-packed"))
+        ]
+        for tokens in ("1", "16")
+    }
+    span = lambda values: f"{min(values):.2f} to {max(values):.2f}"
+    (commit,) = {row["commit"] for row in read("decode_mixed")}
+    one, (cached, packed) = ratios["1"][0] + ratios["1"][1], ratios["16"]
+    text = " ".join(README.split())
+    assert f"one token, in a cache or packed: {span(one)} times the speed of FlashAttention-3" in text
+    assert f"16 tokens {span(cached)} in a cache, {span(packed)} packed, on an H100 (commit {commit})" in text

@@ -31,12 +31,13 @@ def in_pieces(x: Tensor) -> Tensor:
     """x as it lies if the kernel takes that; else with zeros after its head dim, up to whole 16-byte pieces."""
     if x.shape[-1] % 8 == 0 and takes_tma(x, heads_packed=True):
         return x
-    return F.pad(x, (0, -x.shape[-1] % 8)).contiguous()
+    # To contiguous() any strides are contiguous where a tensor has one row.
+    return F.pad(x, (0, -x.shape[-1] % 8)).clone(memory_format=torch.contiguous_format)
 
 
 def in_rows(mask: Tensor) -> Tensor:
-    """The mask with every row at a 16-byte address, as the kernel copies it by TMA."""
-    return F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    """The mask with every row at a 16-byte address, as the kernel copies it by TMA; one number for all as it is."""
+    return mask if mask.dim() == 0 else F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
 
 
 def hopper(function: Any, copied: bool = False) -> Any:

@@ -17,7 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.decode_splits import fold, no_keys, place_of, splits_of, visible_keys, whole, write_rows
+from flashattn_lite.kernels.decode_splits import (
+    fold,
+    no_keys,
+    place_of,
+    splits_of,
+    sums_by_halves,
+    visible_keys,
+    whole,
+    write_rows,
+)
 from flashattn_lite.kernels.decode_tiles import (
     key_rows,
     keys_there,
@@ -38,6 +47,24 @@ def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
     """`no_keys` with an l_i [M, KEYS] of parts that are still to be added up."""
     m_i, _, acc = no_keys(T.BLOCK_M, T.BLOCK_DV)
     return m_i, tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32), acc
+
+
+@triton.jit
+def over_keys(l_i, T: tl.constexpr):
+    """The sums [M] of l_i [M, KEYS].
+
+    PAIRED, where warps share the keys: the same to the bit for two of them and for four, since pages are read by more
+    than a contiguous cache. First of 8 neighbours, which are one warp's, then of every fourth of these, which are too,
+    and of the four that are left as (0 + 2) + (1 + 3): so Triton adds up what four warps have, and two have 0 + 2 and
+    1 + 3 (tests/test_decode_pages.py).
+    """
+    if not T.PAIRED or l_i.shape[1] == 1:
+        return tl.sum(l_i, 1)
+    else:
+        ROWS: tl.constexpr = l_i.shape[0]
+        EIGHTS: tl.constexpr = l_i.shape[1] // 8
+        sums = tl.sum(tl.reshape(l_i, [ROWS, EIGHTS, 8]), 2)
+        return tl.sum(sums_by_halves(tl.trans(sums), EIGHTS, min(4, EIGHTS), ROWS), 0)
 
 
 @triton.jit
@@ -96,10 +123,10 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
             left -= 1
             if left == 0:
                 if T.SEPARATE:
-                    store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
+                    store_state(dst[0], row_of_split, dst[2], dst[3], m_i, over_keys(l_i, T), acc, T)
                     row_of_split += dst[3]
                 else:
-                    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+                    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, over_keys(l_i, T), acc)
                 m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
                 splits -= 1
@@ -108,9 +135,9 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
                     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     if T.SEPARATE:
         if left < each:  # the last split is shorter
-            store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
+            store_state(dst[0], row_of_split, dst[2], dst[3], m_i, over_keys(l_i, T), acc, T)
         return m_c, l_c, acc_c
-    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
+    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, over_keys(l_i, T), acc)
     if T.OWNS_PAIR:
         m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
         return fold(m_p, l_p, acc_p, m_c, l_c, acc_c)

@@ -16,6 +16,7 @@ from flashattn_lite.kernels.decode_splits import (
     no_keys,
     place_of,
     splits_of,
+    sums_by_halves,
     visible_keys,
     weigh,
     whole,
@@ -23,15 +24,6 @@ from flashattn_lite.kernels.decode_splits import (
 )
 from flashattn_lite.kernels.device.integers import divided
 from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, shift
-
-
-@triton.jit
-def sum_by_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[1, COLUMNS] of [ROWS, COLUMNS], ROWS a power of two. Two terms at a time, so that no layout orders them."""
-    if ROWS == 1:
-        return x
-    else:
-        return sum_by_halves(tl.sum(tl.reshape(x, [2, ROWS // 2, COLUMNS]), 0), ROWS // 2, COLUMNS)
 
 
 @triton.jit
@@ -61,8 +53,8 @@ def merged(states, first, r, rows, offs_d, tiles, each, OWN: tl.constexpr, LANES
     # The chains are the scores of one more softmax, whose weights are theirs.
     m_i = tl.max(m_c, 0) + tl.zeros([1], tl.float32)
     _, weight = shift(m_c[:, None], m_i[None, :])  # [CHAINS, 1]
-    l_i = tl.reshape(sum_by_halves(weight * l_c[:, None], CHAINS, 1), [1])
-    return m_i, l_i, sum_by_halves(weigh(acc_c, weight), CHAINS, COLUMNS)
+    l_i = tl.reshape(sums_by_halves(weight * l_c[:, None], CHAINS, 1, 1), [1])
+    return m_i, l_i, sums_by_halves(weigh(acc_c, weight), CHAINS, 1, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows_q", "rows_k", "stride_lb", "stride_lh", "parts", "heads", "most_q", "most_k",

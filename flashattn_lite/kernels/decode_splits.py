@@ -127,6 +127,18 @@ def fold(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 
 @triton.jit
+def sums_by_halves(x, ROWS: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr):
+    """[LEFT, COLUMNS] of [ROWS, COLUMNS], powers of two: sums of every LEFT-th row.
+
+    Two terms at a time, so that no layout orders them.
+    """
+    if ROWS == LEFT:
+        return x
+    else:
+        return sums_by_halves(tl.sum(tl.reshape(x, [2, ROWS // 2, COLUMNS]), 0), ROWS // 2, LEFT, COLUMNS)
+
+
+@triton.jit
 def write_rows(dst, m_i, l_i, acc, b, head, token, exists, offs_d, first, F: tl.constexpr, T: tl.constexpr):
     """Columns offs_d [C] of finished rows [R], with the sink, to `head` and `token` [R] of sequence b; lse if `first`.
 

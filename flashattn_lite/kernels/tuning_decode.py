@@ -79,7 +79,8 @@ ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four progra
 #     12, bias   1 x 128 5.5 4.2; 4.9    8 x 256  7.6  6.8;  7.6   64 x 256 24.6 22.3; 22.8
 #   4 tokens     1 x 128 5.2 4.9         8 x 256  8.2  7.6         64 x 256 29.3 29.7          512 x 64 71.8 73.4
 #     8 of 256   1 x 128 9.1 7.0         8 x 256 16.1 11.8         64 x 256 61.1 54.9
-#   1 token, 128 keys of 8k, 64 / 8 heads of 64: 1 4.9 3.6, 8 6.1 3.8, 64 7.2 7.1
+#   1 token, 128 keys of 8k, 64 / 8 heads of 64: 1 4.9 3.6, 8 6.1 3.8, 64 7.2 7.1; in pages of 16 1 5.8 4.0, 8 6.9 4.2,
+#   64 11.8 10.4; pages, 32 / 8 heads of 128 1 7.1 5.3, 64 18.1 18.4; with a stage or two more level, with three slower
 # 384 keys, one token: 1 6.8 7.7, 8 10.4 9.1, 64 37.3 36.8; 512: 1 6.9 9.2, 8 11.8 10.7. Tiles of 128 keys: 1 x 128 4.3
 # to 4.5, 8 x 256 7.6 to 8.2; two warps, two stages, or 32 keys: 4.7 to 7.0. Such tiles for all keys: 1 x 1k 7.3 to 6.9,
 # 8 x 1k 17.2 to 16.4, but 1 x 8k 15.9 to 17.0, 8 x 512 11.5 to 12.6, 16 tokens of 16 x 4k 109 to 116.
@@ -152,7 +153,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     """The tile of the decoding kernels.
 
     A function of head dims, dtype, rows a key/value head, layout and GPU, and of whether these rows see few keys.
-    `vectorised`: rows of the cache can be read 16 bytes at a time.
+    `vectorised`: rows of the cache can be read 16 bytes at a time. `paged` changes nothing that shows in the bits.
     """
     rows = padded(problem.group * problem.len_q)
     if target.interpreting:
@@ -168,7 +169,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     if not vectorised:  # as for `unaligned_tile`: below wgmma's 64 rows, unpipelined
         return DecodeConfig(min(rows, 32), 32, SPLITS, 2 if dim_v <= 128 else 4, 1)
     wide = max(dim, dim_v) > 128
-    if rows == 16 and not paged and sees_few_keys(problem) and _stages(target, 3, FEW_KEYS_TILE * key_bytes) == 3:
+    if rows == 16 and sees_few_keys(problem) and _stages(target, 3, FEW_KEYS_TILE * key_bytes) == 3:
         return DecodeConfig(rows, FEW_KEYS_TILE, FEW_KEYS_SPLITS, 8 if wide else 4, 3)
     # A table's entries take two stages before their keys. Of heads of 256 three programs fit with three stages (H100):
     # 64 x 512, 8 x 8k, 64 x 2k, 4 tokens 110 to 96 us, 185 to 183, 375 to 372, one 95 to 93, 183 to 180, 361 to 357.
@@ -186,8 +187,8 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
         one = DecodeConfig(
             rows, block_n, ONE_TOKEN_SPLITS, 4, stages, paired=True, programs=4, columns=(16, 32, 64), several=2
         )
-        if paged:
-            return replace(one, registers=128)
+        if paged or rows > 16:  # of whose tiles warps share the keys in another way, so that their number would show
+            return replace(one, registers=128 if paged else 0)
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
         return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), owns_pairs=True)
     return DecodeConfig(rows, block_n, SPLITS, 4, stages)

@@ -181,6 +181,14 @@ class PackedCase:
         rows, keys = ([slice(a, b) for a, b in itertools.pairwise(x)] for x in bounds)
         return list(zip(rows, keys, strict=True))
 
+    def sequence(self, b: int) -> PackedCase:
+        """Sequence b alone, still packed; views, so strides stay."""
+        rows, keys = self.sequences()[b]
+        cu_q, cu_k = (torch.stack([x.new_tensor(0), x[b + 1] - x[b]]) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        kv_lens = None if self.kv_lens is None else self.kv_lens[b : b + 1]
+        one = self.replace(q=self.q[rows], k=self.k[keys], v=self.v[keys], kv_lens=kv_lens)
+        return one.replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
     def dense(self, b: int) -> Case:
         """Sequence b as a dense case of batch 1."""
         rows, keys = self.sequences()[b]

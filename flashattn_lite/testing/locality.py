@@ -93,6 +93,14 @@ def packed_neighbours_are_irrelevant(attention_varlen: Attention, case: PackedCa
         assert_same_bits((among[rows], lse_among[:, rows]), (out[rows], lse[:, rows]), what, case)
 
 
+def packed_slot_is_irrelevant(attention_varlen: Attention, case: PackedCase) -> None:
+    """A packed sequence alone has the bits that it has among the others."""
+    out, lse = run_packed(attention_varlen, case)
+    for b, (rows, _) in enumerate(case.sequences()):
+        alone = run_packed(attention_varlen, case.sequence(b))
+        assert_same_bits(alone, (out[rows], lse[:, rows]), f"packed sequence {b} alone", case)
+
+
 def _ignores_unseen(attention: Attention, case: Case, garbage: float) -> None:
     """One row's bits stay when all keys that it does not see, in any of the heads that share them, hold garbage."""
     case = case.contiguous()

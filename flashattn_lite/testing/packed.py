@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashattn_lite.testing.case import Attention, PackedCase, needs
 from flashattn_lite.testing.gradients import expect_gradients, run_backward
-from flashattn_lite.testing.locality import packed_neighbours_are_irrelevant
+from flashattn_lite.testing.locality import packed_neighbours_are_irrelevant, packed_slot_is_irrelevant
 from flashattn_lite.testing.oracle import assert_close_to_oracle
 from flashattn_lite.testing.results import assert_within, run_packed
 
@@ -65,4 +65,5 @@ PACKED_LAWS = (
     packed_is_a_loop_of_dense,
     packed_gradients_are_those_of_dense,
     packed_neighbours_are_irrelevant,
+    packed_slot_is_irrelevant,
 )

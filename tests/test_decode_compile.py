@@ -172,11 +172,12 @@ def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
     assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed
 
 
-# (OWNS_PAIR, SEPARATE, ALONE) of what follows.
+# (OWNS_PAIR, SEPARATE, ALONE, TELLS) of what follows.
 PARTIALS = {
-    1: {(False, False, False), (True, False, False), (False, True, False), (False, False, True)},
-    16: {(False, False, False), (False, False, True)},
-}
+    1: {(False, False, False, True), (True, False, False, True), (False, True, False, True),
+        (False, False, True, False), (True, False, False, False)},
+    16: {(False, False, False, True), (False, False, True, False), (False, False, False, False)},
+}  # fmt: skip
 # (splits of a state, splits that a merge looks at, the same of sequences with more than FEW), of what follows.
 MERGES = {
     1: {(1, 16, 1, 0), (1, 32, 1, 0), (8, 32, 8, 0), (1, 32, 1, 128)},
@@ -188,12 +189,14 @@ MERGES = {
 def test_lengths_and_batch_do_not_recompile(tokens):
     """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
 
-    And one where it has two splits that stay apart (test_decode_chains.py has when), and one where nothing is left to
-    merge. Merges differ by who folds chains, and by how many splits there may be, in powers of two.
+    And one where it has two splits that stay apart (test_decode_chains.py has when), one where nothing is left to
+    merge, and one where programs are so many that they do not say that the merge may come. Merges differ by who folds
+    chains, and by how many splits there may be, in powers of two.
     """
-    partials: dict[tuple[bool, bool, bool], set[str]] = {}
+    partials: dict[tuple[bool, ...], set[str]] = {}
     merges: dict[tuple[int, ...], set[str]] = {}
-    for batch, capacity in ((1, 100), (2, 70), (1, 5000), (1, 2000), (64, 8192), (60, 8000), (2, 2**20), (3, 2**20)):
+    for batch, capacity in ((1, 100), (2, 70), (1, 5000), (1, 2000), (64, 8192), (60, 8000), (2, 2**20), (3, 2**20),
+                            (3000, 4096), (3500, 4096)):  # fmt: skip
         q = torch.empty(batch, 8, tokens, 128, dtype=BF16, device="meta")
         k = torch.empty(batch, 2, capacity, 128, dtype=BF16, device="meta")
         lens = torch.empty(batch, dtype=torch.int32, device="meta")
@@ -203,9 +206,10 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         launches = decode_launch.plan(problem, inputs, None, out, lse, target)
         partial, *merge = (compiled("sm_90", plan).hash for plan in launches)
         tile = tile_of(launches)
-        partials.setdefault((tile.OWNS_PAIR, tile.SEPARATE, tile.ALONE), set()).add(partial)
+        tells = launches[0][2][-3]
+        partials.setdefault((tile.OWNS_PAIR, tile.SEPARATE, tile.ALONE, tells), set()).add(partial)
         if merge:
-            merges.setdefault(launches[1][2][-7:-3], set()).update(merge)
+            merges.setdefault(launches[1][2][-8:-4], set()).update(merge)
     assert set(partials) == PARTIALS[tokens]
     assert set(merges) == MERGES[tokens]
     assert all(len(same) == 1 for same in (*partials.values(), *merges.values()))

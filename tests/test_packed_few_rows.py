@@ -12,7 +12,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.kernels import decode_launch
-from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS
+from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS, TELLING
 from flashattn_lite.problem import UNPROMISED, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import PACKED_LAWS, PackedCase, assert_close_to_oracle, check_packed
@@ -191,14 +191,30 @@ def test_the_tile_follows_from_the_promised_rows_alone(most, window):
 @pytest.mark.parametrize(("most_k", "pairs"), [(8192, True), (9000, True), (9200, False), (16384, False)])
 def test_pairs_of_chains_are_for_batches_that_fill_their_room(most_k, pairs):
     """Of these lengths the host knows the sum, and so whether programs that own two chains would be alike."""
-    q = torch.empty(64, 32, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(64 * 8192, 8, 128, dtype=torch.bfloat16, device="meta")
-    cu = torch.empty(65, dtype=torch.int32, device="meta")
+    assert call_of(64, 1, 8192, most_k).tile.OWNS_PAIR is pairs
+
+
+def call_of(batch: int, tokens: int, keys: int, most_k: int) -> decode_launch.Call:
+    """So many sequences of 32 query and 8 key heads on an H100, without memory."""
+    q = torch.empty(batch * tokens, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch * keys, 8, 128, dtype=torch.bfloat16, device="meta")
+    cu = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     inputs = Inputs(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu)
     rest = {"q_start": None, "window_left": None, "window_right": None, "softcap": None}
-    problem = describe(inputs, causal=True, scale=1.0, max_seqlen_q=1, max_seqlen_k=most_k, **rest)
-    lse = torch.empty(32, 64, device="meta")
-    assert decode_launch.Call(problem, inputs, None, q, lse, H100).tile.OWNS_PAIR is pairs
+    problem = describe(inputs, causal=True, scale=1.0, max_seqlen_q=tokens, max_seqlen_k=most_k, **rest)
+    return decode_launch.Call(problem, inputs, None, q, torch.empty(32, batch * tokens, device="meta"), H100)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "keys", "partial", "merge"),
+    [(64, 1, 2048, True, True), (64, 4, 2048, True, False), (2048, 1, 64, False, None), (16, 1, 64, True, None)],
+)
+def test_many_programs_do_not_say_that_the_next_launch_may_come(batch, tokens, keys, partial, merge):
+    """The launch for rows that no sequence covers, behind the merge, or where there is none, behind the first."""
+    call = call_of(batch, tokens, keys, keys)
+    assert (call.partial.grid[0] <= TELLING) is call.partial_numbers[-3] is partial
+    assert (merge is None) is (call.merge is None)
+    assert call.merge is None or (call.merge.start.grid[0] <= TELLING) is call.merge.numbers[-3] is merge
 
 
 @pytest.mark.gpu

@@ -64,7 +64,8 @@ def over_keys(l_i, T: tl.constexpr):
         ROWS: tl.constexpr = l_i.shape[0]
         EIGHTS: tl.constexpr = l_i.shape[1] // 8
         sums = tl.sum(tl.reshape(l_i, [ROWS, EIGHTS, 8]), 2)
-        return tl.sum(sums_by_halves(tl.trans(sums), EIGHTS, min(4, EIGHTS), ROWS), 0)
+        fours = sums_by_halves(tl.trans(sums), EIGHTS, min(4, EIGHTS), ROWS)
+        return tl.sum(tl.trans(fours), 1)
 
 
 @triton.jit
@@ -200,15 +201,16 @@ def attend_again(q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo,
 def partial_kernel(q_ptr, k_ptr, v_ptr, table_ptr, kv_lens_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, rows_q, rows_k,
                    m_ptr, l_ptr, acc_ptr, out_ptr, lse_ptr, sinks_ptr, q_strides, k_strides, v_strides, mask_strides,
                    o_strides, stride_lb, stride_lh, stride_tb, pages, num_m, programs, num_states, few_own, long_own,
-                   heads, most_q, most_k, diag_lo, diag_hi, scale_log2, softcap, F: tl.constexpr,
-                   T: tl.constexpr):  # fmt: skip
+                   heads, most_q, most_k, diag_lo, diag_hi, scale_log2, softcap, TELLS: tl.constexpr,
+                   F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """programs, num_states: of a sequence and head, at most. few_own, long_own: splits of one program, where a sequence
     has up to FEW, and where it has more. m, l and acc, or, ALONE, out, lse and sinks: what is written. most_q, most_k:
-    rows and keys of a sequence, of packed ones the longest; cu_q, cu_k, rows_q and rows_k are for these alone.
+    rows and keys of a sequence, of packed ones the longest; cu_q, cu_k, rows_q and rows_k are for these alone. TELLS:
+    the launch behind, the merge or that for rows that no sequence covers, may come onto the card.
     """
     tl.static_assert(not T.SEPARATE or (T.ONE and T.FLAT and not T.UNEQUAL))
     states = (m_ptr, l_ptr, acc_ptr)
-    if T.PDL and (F.varlen or not T.ALONE):  # a launch comes behind, for uncovered rows or the merge
+    if TELLS:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read the same keys, then the keys behind them.
     head, at = divided(tl.program_id(0), programs * num_m)

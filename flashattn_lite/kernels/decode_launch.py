@@ -32,6 +32,7 @@ from flashattn_lite.kernels.tuning_decode import (
     FILLED,
     FULL_OF_PAIRS,
     MANY,
+    TELLING,
     DecodeConfig,
     decode_tile,
     enough,
@@ -158,20 +159,20 @@ class Call:
         self.tile = tile
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
-        mask, packed = inputs.mask, problem.features.varlen
+        mask, packed, grid = inputs.mask, problem.features.varlen, num_m * programs * heads
         self.partial_numbers = (
             *(strides(x, packed) for x in (q, k, v)),
             None if mask is None else mask_strides(expanded_mask(problem, mask)),
             *((strides(out, packed), *lse_strides(lse, packed)) if alone else (None, 0, 0)),
             *(step, k.shape[0], num_m, programs, states, few_own, long_own, *lengths),
             *(problem.scale * LOG2E, problem.softcap),
-            *(problem.features, tile),
+            *(tile.PDL and (packed or not alone) and grid <= TELLING, problem.features, tile),
         )
         partial: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         partial["enable_fp_fusion"] = False
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
-        self.partial = Starter(partial_kernel, num_m * programs * heads, partial)
+        self.partial = Starter(partial_kernel, grid, partial)
         self.starters, self.merge = [self.partial], None
         if not alone:
             self.merge = Merge(problem, tile, states, splits, [state for _, state in owners], config, out, lse, target)

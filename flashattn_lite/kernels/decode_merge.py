@@ -62,10 +62,11 @@ def merged(states, first, r, rows, offs_d, tiles, each, OWN: tl.constexpr, LANES
 def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, cu_q_ptr, cu_k_ptr, rows_q, rows_k, m_ptr, l_ptr, acc_ptr,
                  o_strides, stride_lb, stride_lh, parts, heads, most_q, most_k, diag_lo, diag_hi, OWN: tl.constexpr,
                  LANES: tl.constexpr, LONG_OWN: tl.constexpr, LONG_LANES: tl.constexpr, COLUMNS: tl.constexpr,
-                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+                 TELLS: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """From states of OWN of up to LANES splits each, of which there is room for `parts` in a sequence and head.
 
-    Where a sequence has more than FEW, LONG_OWN and LONG_LANES; LONG_LANES of 0: none has.
+    Where a sequence has more than FEW, LONG_OWN and LONG_LANES; LONG_LANES of 0: none has. TELLS: the launch behind,
+    for rows that no sequence covers, may come onto the card.
     """
     blocks: tl.constexpr = (T.HEAD_DIM_V + COLUMNS - 1) // COLUMNS
     rows = T.GROUP if T.ONE else T.GROUP * most_q
@@ -77,9 +78,9 @@ def merge_kernel(out_ptr, lse_ptr, sinks_ptr, kv_lens_ptr, cu_q_ptr, cu_k_ptr, r
     _, tiles, each = splits_of(lo, hi, T)
     offs_d = block * COLUMNS + tl.arange(0, COLUMNS)
     states, first = (m_ptr, l_ptr, acc_ptr), (b.to(tl.int64) * heads + h) * parts
+    if TELLS:
+        tl.extra.cuda.gdc_launch_dependents()
     if T.PDL:
-        if F.varlen:  # the launch for uncovered rows comes behind
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if LONG_LANES == 0:
         m_i, l_i, acc = merged(states, first, r, rows, offs_d, tiles, each, OWN, LANES, T)

@@ -14,7 +14,7 @@ from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.operands import contiguous, lse_strides, packing, strides
 from flashattn_lite.kernels.start import Starter
 from flashattn_lite.kernels.tuning import padded, power_of_two
-from flashattn_lite.kernels.tuning_decode import DecodeConfig
+from flashattn_lite.kernels.tuning_decode import TELLING, DecodeConfig
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
@@ -55,13 +55,15 @@ class Merge:
         packed = problem.features.varlen
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         self.numbers = (strides(out, packed), *lse_strides(lse, packed), parts, *lengths, own, lanes)
-        self.numbers += (long_own, long_lanes, columns, problem.features, tile)
+        programs = heads * rows * triton.cdiv(problem.head_dim_v, columns)
+        tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
+        self.numbers += (long_own, long_lanes, columns, tells, problem.features, tile)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
-        self.start = Starter(merge_kernel, heads * rows * triton.cdiv(problem.head_dim_v, columns), options)
+        self.start = Starter(merge_kernel, programs, options)
 
     def states(self, like: Tensor) -> States:
         """Room for the states, on the device of `like`."""

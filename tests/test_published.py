@@ -72,6 +72,42 @@ def test_the_aims_are_compared_with_the_results():
     )
 
 
+def test_the_aims_are_compared_with_the_results_of_an_h100():
+    lines = PAGE.partition("| aim | reached there |")[2].partition("\n\n")[0].splitlines()[2:]
+    read = tables.results(H100)
+    bf16, fp16 = (tables.attention_cells(read("attention"), dtype) for dtype in ("bf16", "fp16"))
+    (_, mean, ahead), (_, mean_16, ahead_16) = map(tables.summary, (bf16, fp16))
+    short, short_16 = (
+        sum(tables.to_best(cell) >= 1.05 for key, cell in cells.items() if key[2] in ("512", "1024"))
+        for cells in (bf16, fp16)
+    )
+    long = [f"{tables.to_cudnn(bf16[dim, causal, '16384']):.2f}" for dim in ("64", "128", "256")
+            for causal in ("True", "False")]  # fmt: skip
+    softmax = dict(tables.bandwidths(read("softmax"), "softmax"))
+    least = min(tables.to_best(cell, "copy") for pair in softmax.values() for cell in pair)
+    wide = [cell["flashattn_lite"] / cell["copy"] for cell in softmax["16 x 1048576"]]
+    decoding = tables.decode_cells(read("decode"))
+    best = {key: tables.to_best(cell, "read") for key, cell in decoding.items()}
+    of_a_read = {key: f"{cell['flashattn_lite'] / cell['read']:.2f}" for key, cell in decoding.items()}
+    assert dict(line.strip("| ").split(" | ") for line in lines) == {
+        "attention: at or above the best rival in every cell": f"**bf16 {ahead} of 30, fp16 {ahead_16} of 30**",
+        "8% above the best rival in the mean": f"**bf16 {mean - 1:.1%}, fp16 {mean_16 - 1:.1%}**",
+        "1.05 of the best rival at 512 and 1k keys": f"**bf16 {short} of 12, fp16 {short_16} of 12**",
+        "at 16k keys, of cuDNN": "{} and {} at d64, {} and {}, {} and {}".format(*long),
+        "softmax: 0.98 of the best rival": f"every cell, least {least:.3f}",
+        "16 x 1048576: 0.90 of the copy": "bf16 {:.2f}, float32 {:.2f}".format(*wide),
+        "decoding: the best rival in every cell": (
+            f"**{sum(ratio >= 1 for ratio in best.values())} of {len(best)}, least {min(best.values()):.2f} (16 x 2k)**"
+        ),
+        "decoding: 1.3 of the best rival at 1 x 8k": f"**{best['1', '8192', '1']:.2f}**",
+        "decoding: 0.95 of a read from 8 x 8k up": (
+            f"8 x 8k {of_a_read['8', '8192', '1']}, 64 x 8k {of_a_read['64', '8192', '1']}; "
+            f"**four tokens {of_a_read['8', '8192', '4']}, sixteen {of_a_read['8', '8192', '16']}**"
+        ),
+    }
+    assert min(best, key=best.__getitem__) == ("16", "2048", "1")
+
+
 def under(limit, cells):
     """The cells where we have less than that of the best rival."""
     few = ((*key, tables.to_best(cell)) for key, cell in cells.items() if tables.to_best(cell) < limit)

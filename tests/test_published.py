@@ -48,7 +48,7 @@ def test_the_aims_are_compared_with_the_results():
     texts = [f"{long[key]:.3f}" if long[key] >= aim else f"**{long[key]:.3f}**" for key, aim in aims.items()]
     assert reached[
         "at 16k keys, of cuDNN: d64 1.24, d128 causal 1.25 and full 1.19, d256 causal 1.22 and full 1.12"
-    ] == ("{} and {} at d64, {} and {}, {} and {}".format(*texts))
+    ] == ("causal and full: d64 {} and {}, d128 {} and {}, d256 {} and {}".format(*texts))
     softmax = dict(tables.bandwidths(tables.results()("softmax"), "softmax"))
     least = min(tables.to_best(cell, "copy") for pair in softmax.values() for cell in pair)
     assert reached["softmax: 0.98 of the best rival"] == f"every cell, least {least:.3f}"
@@ -93,7 +93,7 @@ def test_the_aims_are_compared_with_the_results_of_an_h100():
         "attention: at or above the best rival in every cell": f"**bf16 {ahead} of 30, fp16 {ahead_16} of 30**",
         "8% above the best rival in the mean": f"**bf16 {mean - 1:.1%}, fp16 {mean_16 - 1:.1%}**",
         "1.05 of the best rival at 512 and 1k keys": f"**bf16 {short} of 12, fp16 {short_16} of 12**",
-        "at 16k keys, of cuDNN": "{} and {} at d64, {} and {}, {} and {}".format(*long),
+        "at 16k keys, of cuDNN": "causal and full: d64 {} and {}, d128 {} and {}, d256 {} and {}".format(*long),
         "softmax: 0.98 of the best rival": f"every cell, least {least:.3f}",
         "16 x 1048576: 0.90 of the copy": "bf16 {:.2f}, float32 {:.2f}".format(*wide),
         "decoding: the best rival in every cell": (
@@ -124,19 +124,19 @@ def test_the_readme_has_the_results():
     bf16, fp16 = (tables.attention_cells(rows, dtype) for dtype in ("bf16", "fp16"))
 
     cudnn, rival, ahead = tables.summary(bf16)
-    assert f"{cudnn:.2f} times the speed of cuDNN" in text
-    assert f"{rival:.2f} times that of the fastest rival" in text
-    assert f"over {len(bf16)} shapes; {ahead} of them we lead" in text
-    assert {row["commit"] for row in rows} == set(re.findall(r"; commit (\w+)\) we run at", text))
+    assert f"{cudnn:.2f} of cuDNN, which is what torch picks there" in text
+    assert f"and {rival:.2f} of the fastest rival of each shape" in text
+    assert f"over {len(bf16)} shapes; in {ahead} of them ours is the fastest" in text
+    assert {row["commit"] for row in rows} == set(re.findall(r"; commit (\w+)\) ours is", text))
     _, rival, ahead = tables.summary(fp16)
-    assert f"In float16 we lead in {ahead} shapes of {len(fp16)}, by {rival - 1:.0%} in the mean" in text
+    assert f"float16: the fastest in {ahead} shapes of {len(fp16)}, by {rival - 1:.0%} in the mean" in text
     furthest = min(fp16, key=lambda key: tables.to_best(fp16[key]))
     assert furthest == ("128", "True", "512")
     assert f"head dim 128, causal, 512 keys ({tables.to_best(fp16[furthest]):.2f})" in text
     long, short = ([tables.to_cudnn(c) for key, c in bf16.items() if key[2] == length] for length in ("16384", "512"))
-    assert f"16k keys: {between(long)} of cuDNN; 512 keys: {between(short)}." in text
+    assert f"By length: {between(long)} of cuDNN at 16k keys, {between(short)} at 512." in text
     to_fa3, to_fa4 = ([c["flashattn_lite"] / c[rival] for c in bf16.values()] for rival in ("fa3", "fa4"))
-    assert f"Of FlashAttention-3 {between(to_fa3)}, of FlashAttention-4 {between(to_fa4)}." in text
+    assert f"By rival: {between(to_fa3)} of FlashAttention-3, {between(to_fa4)} of FlashAttention-4 (" in text
     fastest = {max(rivals, key=rivals.__getitem__) for rivals in map(tables.rivals, bf16.values())}
     assert fastest == {"sdpa-cudnn", "fa3", "fa4"}
 
@@ -148,7 +148,7 @@ def test_the_readme_has_the_results():
     assert {row["commit"] for row in rows} == set(re.findall(r"On an H100 \(commit (\w+)\) ", text))
     assert (
         f"{cudnn:.2f} of cuDNN, {rival:.2f} of the fastest of cuDNN, FlashAttention-3 and FlashAttention-4, "
-        f"ahead of all in {ahead}\n  shapes of {len(cells)}; furthest"
+        f"the fastest in {ahead}\n  shapes of {len(cells)}; least at head dim 256"
     ) in text
     assert f"causal, 512 keys ({tables.to_best(cells[furthest]):.2f})" in text
 
@@ -158,7 +158,7 @@ def test_the_readme_has_the_results():
     assert {row["triton"] for row in rows} == {"3.9.0"}
     assert {row["commit"] for row in rows} == set(re.findall(r"By Triton 3.9 \(commit (\w+)\)", text))
     assert f"{cudnn:.2f} of cuDNN and {rival:.2f} of the\n  faster of cuDNN and FlashAttention-3" in text
-    assert f"ahead in {ahead} shapes of {len(cells)}.\n" in text
+    assert f"the fastest in {ahead} shapes of {len(cells)}.\n" in text
 
 
 def test_the_readme_has_the_backward():
@@ -174,11 +174,10 @@ def test_the_readme_has_the_backward():
     assert commits == set(re.findall(r"of FlashAttention-3's \(commit (\w+)\)\.", README))
     kinds = (read("backward_fp32"), "sdpa-efficient"), (tables.results(H100)("backward_bias"), "flex")
     single, bias = ([c["flashattn_lite"] / c[best] for c in cells_of(rows).values()] for rows, best in kinds)
-    assert f"In float32, on Hopper, {between(single)} of torch's; with a bias" in README
-    assert (
-        f"with a bias that wants a gradient {between(bias)} of\n  FlexAttention's, the fastest there, on an H100"
-        in README
-    )
+    assert {row["head_dim"] for row in read("backward_fp32")} == {"64"}
+    text = README
+    assert f"The backward in float32, head dim 64: {between(single)} of torch's. With a bias" in text
+    assert f"bias that wants a gradient: {between(bias)} of FlexAttention's, the fastest there,\n  on an H100" in text
 
 
 def test_the_readme_has_masks():
@@ -186,7 +185,7 @@ def test_the_readme_has_masks():
     cells = tables.speeds(rows, "us", "shape").values()
     ours = between([min(tables.rivals(cell).values()) / cell["flashattn_lite"] for cell in cells])
     assert len(cells) == 4
-    assert f"With masks of booleans or numbers, {ours} of cuDNN at four shapes of models (commit " in README
+    assert f"Masks of booleans or numbers: {ours} of cuDNN at four shapes of models (commit " in README
     assert {row["commit"] for row in rows} == set(re.findall(r"at four shapes of models \(commit (\w+)\)\.", README))
 
 
@@ -197,7 +196,7 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
     assert all(len({row["commit"] for row in read(name)}) == 1 for name in commit)
     full = tables.speeds(read("host_time"), "host_us", "op", "causal")["attention_forward", "False"]
     ours, torchs, fa3, flex = (f"{full[name]:.0f}" for name in ("flashattn_lite", "sdpa", "fa3", "flex"))
-    assert f"takes {ours} µs of the host's time; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
+    assert f"One call takes {ours} µs of the host; torch's takes {torchs}, FlashAttention-3's {fa3}" in text
     assert f"FlexAttention's {flex} (commit {commit['host_time']})." in text
     to_fa3, to_torch = ([cell["flashattn_lite"] / cell[rival] for cell in tables.packed_cells(read("packed")).values()]
                         for rival in ("fa3", "sdpa-varlen"))  # fmt: skip
@@ -206,18 +205,17 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
     decoding = tables.speeds(read("decode"), "gbps", "batch", "len_kv", "len_q")
     one, more = ([tables.to_best(c, "read") for key, c in decoding.items() if (key[0] == "1") == alone]
                  for alone in (True, False))  # fmt: skip
-    assert f"Decoding (commit {commit['decode']}): with one sequence we reach" in text
-    assert f"one sequence we reach {between(one)} times the speed of the fastest rival" in text
-    assert f"with 8 to 64 sequences {between(more)}." in text
+    assert f"Decoding, over the fastest rival (commit {commit['decode']}): one sequence {between(one)}," in text
+    assert f"8 to 64 sequences {between(more)}. On an H100:" in text
     on_h100 = tables.decode_cells(tables.results(H100)("decode"))
     some = [tables.to_best(cell, "read") for key, cell in on_h100.items() if key[0] == "1" and key[2] != "1"]
     (of,) = {row["commit"] for row in tables.results(H100)("decode")}
-    assert f"4 and 16 tokens of one sequence: {between(some)} of the fastest, on an H100 (commit {of})." in text
+    assert f"4 and 16 tokens of one sequence: {between(some)} of the fastest (commit {of})." in text
     masked = [row for row in tables.results(H100)("shapes") if row["shape"] == "token-padded"]
     (cell,) = tables.speeds(masked, "us", "shape").values()
     ratio = min(tables.rivals(cell).values()) / cell["flashattn_lite"]
     of = masked[0]["commit"]
-    assert f"{ratio:.2f} times the speed of torch for 8 sequences of 4k keys, on an H100 (commit {of})." in text
+    assert f"{ratio:.2f} of torch for 8 sequences of 4k keys (commit {of})." in text
     shapes = {shape: [tables.to_best(cell, "copy") for cell in pair]
               for shape, pair in tables.bandwidths(read("softmax"), "softmax")}  # fmt: skip
     short = [pair for shape, pair in shapes.items() if (cols := int(shape.split(" x ")[1])) <= 16384 and cols % 2 == 0]
@@ -226,12 +224,13 @@ def test_the_readme_has_packed_host_time_decoding_and_softmax():
     bf16, fp32 = zip(*(shapes[shape] for shape in long), strict=True)
     assert len(short) + len(long) == len(shapes)
     assert f"{between(up_to_16k)} up to 16k columns, {bf16[0]:.2f} (bf16) and {fp32[0]:.2f} (float32) at 32k" in text
-    assert f"{bf16[1]:.2f} and {fp32[1]:.2f} at 128k, {bf16[2]:.1f} and {fp32[2]:.1f} at" in text
+    assert f"{bf16[1]:.2f} and {fp32[1]:.2f} at 128k, {bf16[2]:.1f} and {fp32[2]:.1f}\nat a million," in text
     assert f"a million, {bf16[3]:.2f} and {fp32[3]:.2f} at 50304 (GPT-2's vocabulary, padded)." in text
     to_copy = [cell["flashattn_lite"] / cell["copy"] for shape, pair in tables.bandwidths(read("softmax"), "softmax")
                if shape in long[4:] for cell in pair]  # fmt: skip
-    assert f"{between(to_copy)} of a copy's speed all the same: 8192 x 50257 {bf16[4]:.2f} and {fp32[4]:.2f}," in text
-    assert f" 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f} (commit {commit['softmax']})." in text
+    assert f"have {between(to_copy)} of a copy's speed; over the fastest rival 8192 x 50257 {bf16[4]:.2f} and" in text
+    assert f"and {fp32[4]:.2f}, 32768 x 4097 {bf16[5]:.2f} and {fp32[5]:.2f}." in text
+    assert f"Softmax, over the fastest rival (commit {commit['softmax']}): " in text
 
 
 def test_peak_memory_is_that_of_the_results():
@@ -262,11 +261,11 @@ def test_the_readme_says_what_unequal_lengths_gave():
             [cell[rival] / cell[form] for (*_, n), cell in cells.items() if n == tokens]
             for form, rival in ((ours, "fa3"), (f"{ours}-packed", "fa3-packed"))
         ]
-        for tokens in ("1", "16")
+        for tokens in ("1", "4", "16")
     }
-    span = lambda values: f"{min(values):.2f} to {max(values):.2f}"
     (commit,) = {row["commit"] for row in read("decode_mixed")}
-    one, (cached, packed) = ratios["1"][0] + ratios["1"][1], ratios["16"]
+    one, some = ([*ratios[tokens][0], *ratios[tokens][1]] for tokens in ("1", "4"))
+    cached, packed = ratios["16"]
     text = " ".join(README.split())
-    assert f"one token, in a cache or packed: {span(one)} times the speed of FlashAttention-3" in text
-    assert f"16 tokens {span(cached)} in a cache, {span(packed)} packed, on an H100 (commit {commit})" in text
+    assert f"of FlashAttention-3: one token {between(one)} in a cache or packed, 4 tokens {between(some)}," in text
+    assert f"16 tokens {between(packed)} packed but {between(cached)} in a cache (commit {commit})." in text

@@ -253,7 +253,7 @@ def _at_once(
 
 def _recall(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     """(out, lse) if the door knows arguments of this kind and nothing watches, else None: nothing was checked yet."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor:
         return None
     ready = calls.look_up(_ready, _key, tensors, given)
     return None if ready is None or calls.recorded(tensors) else _run(ready, tensors)

@@ -32,6 +32,8 @@ def show(value: object) -> str:
         parts = [*map(show, value[:SHOWN]), *(["..."] if len(value) > SHOWN else [])]
         inside = ", ".join(parts) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and torch.compiler.is_compiling():
+        return "a number"  # which the compiler may not know yet: then it has no text
     if isinstance(value, (Number, str)) or value is None:
         text = repr(value) if isinstance(value, str) else str(value)
         return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."

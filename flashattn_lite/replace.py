@@ -49,6 +49,13 @@ class Report:
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
         self._lock = threading.RLock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a lock of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
     @property
     def calls(self) -> int:
         """Calls that ran."""

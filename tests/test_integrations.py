@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 
 import pytest
 import torch
@@ -154,6 +155,14 @@ def test_what_it_does_not_do_is_named(argument, value):
     integration.attention_forward(torch.nn.Module(), q, q, q, None, indices=None, block_indices=None, sinks=None)
     with pytest.raises(NotImplementedError, match=f"^{argument}: "):
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("attn_pdrop", "attn_pdrop"), ("hidden_dropout", "attention_dropout")])
+def test_dropout_is_named_as_the_models_config_names_it(name, wanted):
+    module, q = torch.nn.Module(), torch.randn(1, 2, 4, 8)
+    module.config = types.SimpleNamespace(**{name: 0.1, "attention_bias": 0.1})
+    with pytest.raises(NotImplementedError, match=f"Set {wanted}=0.0 in the model's config"):
+        integration.attention_forward(module, q, q, q, None, dropout=0.1)
 
 
 def test_autocast_makes_one_dtype_of_them():

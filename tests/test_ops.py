@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import flashattn_lite as fa
 from flashattn_lite import ops
@@ -64,6 +67,32 @@ def test_compile_fullgraph_forward_and_backward(dynamic):
         eager = torch.autograd.grad(attend(*leaves), leaves)
         for ours, expected in zip(torch.autograd.grad(compiled(*leaves), leaves), eager, strict=True):
             torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value", "text"),
+    [(lambda x, n: fa.attention(x, x, x, softcap=n), -1.0, "softcap: must be greater than 0; got a number."),
+     (lambda x, n: fa.attention(x, x, x, window=(n, 0)), -1, "window: left must be at least 0; got (a number, "),
+     (lambda x, n: fa.online_softmax(x, dim=n), 7, "dim: must be from -4 to 3 for x of 4 dimensions; got a number."),
+     (lambda x, n: fa.attention(x, x, x, softcap=-2.0 * x.dim()), 1, "softcap: must be greater than 0; got a number.")],
+    ids=["softcap", "window", "dim", "a constant"],
+)  # fmt: skip
+def test_a_wrong_number_is_named_by_a_compiler_that_does_not_know_it(wrong, value, text):
+    """A symbol has no text, so its value is not said. Where the graph breaks it is, by the call that runs eagerly."""
+    compiled = torch.compile(wrong, backend="eager", dynamic=True, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        compiled(torch.randn(1, 2, 6, 8), value)
+    assert text in str(raised.value)
+
+
+def test_nobody_asks_where_fake_tensors_lie():
+    """torch warns of it, and says that it will raise."""
+    with FakeTensorMode(), warnings.catch_warnings(action="error"):
+        x, cu = torch.empty(2, 2, 6, 8), torch.empty(3, dtype=torch.int32)
+        packed = torch.empty(12, 2, 8)
+        assert fa.attention(x, x, x).shape == x.shape
+        assert fa.attention_decode(x, x, x, cu[1:]).shape == x.shape
+        assert fa.attention_varlen(packed, packed, packed, cu, cu, max_seqlen_q=6, max_seqlen_k=6).shape == packed.shape
 
 
 @pytest.mark.parametrize("function", ["scaled_dot_product_attention", "attention_varlen"])

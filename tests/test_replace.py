@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 import threading
 
 import pytest
@@ -279,6 +281,15 @@ def test_a_report_is_read_while_it_is_written():
             assert "calls of scaled_dot_product_attention" in str(report)
         writer.join()
     assert report.calls == len(q)
+
+
+def test_a_report_is_copied_and_pickled():
+    with fa.replace_sdpa() as report:
+        F.scaled_dot_product_attention(*qkv(1, 2, 4, 8))
+        for other in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+            assert str(other) == str(report) and other.kinds is not report.kinds
+        F.scaled_dot_product_attention(*qkv(1, 2, 4, 8))
+    assert (report.calls, other.calls) == (2, 1)
 
 
 def test_symbols_are_counted_and_keep_their_freedom():

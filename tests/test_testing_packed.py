@@ -1,4 +1,4 @@
-"""The kit must catch bugs of packed attention and of decoding too."""
+"""The kit must catch bugs of packed attention and of decoding too, and say what it is asked wrongly."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.decode import attention_decode
-from flashattn_lite.reference import attention_varlen_reference
-from flashattn_lite.testing import PACKED_LAWS, check_decode, check_packed, decoding, packed
+from flashattn_lite.reference import attention_reference, attention_varlen_reference
+from flashattn_lite.testing import PACKED_LAWS, check, check_decode, check_packed, decoding, packed
 
 
 def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
@@ -51,3 +51,17 @@ def test_decoding_laws_catch_windows_and_large_pages() -> None:
         check_decode(attention_decode, laws=[law], n=5)
         with pytest.raises(AssertionError, match=r"in Case"):
             check_decode(narrow, laws=[law], n=50, shrink=False)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.5, True, "a"])
+def test_a_number_of_problems_that_is_none_is_refused(n):
+    with pytest.raises(ValueError, match=r"^n: must be a positive int; got .*\. It is the number of problems for each"):
+        check(attention_reference, n=n)
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(1), (torch.zeros(1),), (1, 2)], ids=str)
+def test_what_is_no_result_is_named(result):
+    asked = (lambda attention: check(attention, n=1, shrink=False)), (lambda attention: check_packed(attention, n=1))
+    for ask in asked:
+        with pytest.raises(AssertionError, match=r"^with return_lse=True it must return \(out, lse\); got .* in "):
+            ask(lambda *_, **__: result)

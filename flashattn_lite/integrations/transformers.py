@@ -106,6 +106,13 @@ def takes_functions(config: type) -> bool:
     return takes
 
 
+def dropout_of(module: torch.nn.Module, dropout: float) -> str:
+    """What the model's config calls this dropout of attention weights; models name it as they like."""
+    config = getattr(getattr(module, "config", None), "__dict__", {})
+    names = (name for name, value in config.items() if "att" in name and "drop" in name and value == dropout)
+    return next(names, "attention_dropout")
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -133,7 +140,7 @@ def attention_forward(
     Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.
     """
     if dropout:
-        remedy = "Set attention_dropout=0.0 in the model's config, or train with its own implementation."
+        remedy = f"Set {dropout_of(module, dropout)}=0.0 in the model's config, or train with its own implementation."
         raise not_implemented("dropout", "dropout of attention weights is not implemented", dropout, remedy)
     if others.get("output_attentions"):
         remedy = 'Load the model with attn_implementation="eager" for them.'

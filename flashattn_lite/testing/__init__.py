@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from flashattn_lite.errors import value_error
+from flashattn_lite.scalars import is_int
 from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
 from flashattn_lite.testing.decoding import DECODE_FEATURES, DECODE_LAWS, last_tokens
 from flashattn_lite.testing.laws import ALL_LAWS, matches_oracle
@@ -156,6 +158,8 @@ def _ask(
     import hypothesis
     from hypothesis import HealthCheck, Phase
 
+    if not is_int(n) or n < 1:
+        raise value_error("n", "must be a positive int", n, "It is the number of problems for each law.")
     settings = hypothesis.settings(
         max_examples=n,
         deadline=None,

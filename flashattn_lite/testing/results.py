@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from flashattn_lite.errors import show
 from flashattn_lite.testing.case import Attention, Case, PackedCase, Result
 
 
 def run(attention: Attention, case: Case) -> Result:
-    out, lse = attention(case.q, case.k, case.v, **case.options(), return_lse=True)
+    out, lse = pair(attention(case.q, case.k, case.v, **case.options(), return_lse=True), case)
     assert_form(out, lse, case)
     return out, lse
 
@@ -19,11 +20,18 @@ def run(attention: Attention, case: Case) -> Result:
 def run_packed(attention_varlen: Attention, case: PackedCase) -> Result:
     """out (total_q, Hq, Dv), lse (Hq, total_q)."""
     lens = (case.cu_seqlens_q, case.cu_seqlens_k)
-    out, lse = attention_varlen(case.q, case.k, case.v, *lens, **case.options(), return_lse=True)
+    out, lse = pair(attention_varlen(case.q, case.k, case.v, *lens, **case.options(), return_lse=True), case)
     total, heads, dim = case.q.shape[0], case.q.shape[1], case.v.shape[2]
     assert tuple(out.shape) == (total, heads, dim), f"out must have shape {(total, heads, dim)}; got {tuple(out.shape)}"
     assert tuple(lse.shape) == (heads, total), f"lse must have shape {(heads, total)}; got {tuple(lse.shape)} in {case}"
     return out, lse
+
+
+def pair(result: object, case: object) -> Result:
+    """What an attention returned, if it is (out, lse)."""
+    two = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    assert two, f"with return_lse=True it must return (out, lse); got {show(result)} in {case}"
+    return result  # type: ignore[return-value]
 
 
 def assert_form(out: Tensor, lse: Tensor | None, case: Case) -> None:

@@ -29,9 +29,9 @@ def run_packed(attention_varlen: Attention, case: PackedCase) -> Result:
 
 def pair(result: object, case: object) -> Result:
     """What an attention returned, if it is (out, lse)."""
-    two = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    two = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[0], Tensor)
     assert two, f"with return_lse=True it must return (out, lse); got {show(result)} in {case}"
-    return result  # type: ignore[return-value]
+    return result[0], result[1]  # type: ignore[index]
 
 
 def assert_form(out: Tensor, lse: Tensor | None, case: Case) -> None:

@@ -57,7 +57,8 @@ PROGRAMS = {
     "wide, 64 rows": 1,
     "wide, few keys, alone": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
-EVERYWHERE = ("one token", "one token, a pair of chains", "everything", "wide")  # the others on sm_90 alone
+# The others on sm_90 alone.
+EVERYWHERE = ("one token", "one token, a pair of chains", "paged, few keys, alone", "everything", "wide")
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {"multiprocessors": 9}),
@@ -73,6 +74,7 @@ CASES = {
     "32 rows": (16, 4, 128, 128, BF16, {}),
     "16 tokens, paged": (8, 16, 64, 64, FP16, {"paged": True}),
     "few keys, alone": (8, 1, 128, 128, BF16, {"window": (300, None)}),
+    "paged, few keys, alone": (8, 1, 128, 128, BF16, {"paged": True, "window": (300, None)}),
     "4 tokens, few keys, alone": (8, 4, 128, 128, BF16, {"window": (300, None)}),
     "wide, few keys, alone": (8, 4, 256, 256, BF16, {"window": (300, None)}),
     "everything": (8, 5, 80, 40, BF16, {"window": (1500, 3), "softcap": 30.0, "sinks": True, "paged": True}),

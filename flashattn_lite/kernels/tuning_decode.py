@@ -80,7 +80,8 @@ ONE_TOKEN_SPLITS = Splits(128, 32, 512)  # where `decode_tile` takes four progra
 #   4 tokens     1 x 128 5.2 4.9         8 x 256  8.2  7.6         64 x 256 29.3 29.7          512 x 64 71.8 73.4
 #     8 of 256   1 x 128 9.1 7.0         8 x 256 16.1 11.8         64 x 256 61.1 54.9
 #   1 token, 128 keys of 8k, 64 / 8 heads of 64: 1 4.9 3.6, 8 6.1 3.8, 64 7.2 7.1; in pages of 16 1 5.8 4.0, 8 6.9 4.2,
-#   64 11.8 10.4; pages, 32 / 8 heads of 128 1 7.1 5.3, 64 18.1 18.4; with a stage or two more level, with three slower
+#   64 11.8 10.4; pages, 32 / 8 heads of 128 1 7.1 5.3, 64 18.1 18.4; with one stage more level, with two or three
+#   up to 16% slower
 # 384 keys, one token: 1 6.8 7.7, 8 10.4 9.1, 64 37.3 36.8; 512: 1 6.9 9.2, 8 11.8 10.7. Tiles of 128 keys: 1 x 128 4.3
 # to 4.5, 8 x 256 7.6 to 8.2; two warps, two stages, or 32 keys: 4.7 to 7.0. Such tiles for all keys: 1 x 1k 7.3 to 6.9,
 # 8 x 1k 17.2 to 16.4, but 1 x 8k 15.9 to 17.0, 8 x 512 11.5 to 12.6, 16 tokens of 16 x 4k 109 to 116.

@@ -1,11 +1,11 @@
-"""Draws attention problems by chance at the sizes of models, computes each in many ways, and looks for differences.
+"""Draws problems by chance at the sizes of models, computes each in many ways, and looks for differences.
 
-python -m benchmarks.problems [--seconds 300] [--seed 0] [--device cuda] [--kinds dense packed decoding]
+python -m benchmarks.problems [--seconds 300] [--seed 0] [--device cuda] [--kinds dense packed decoding softmax]
 
 Each problem (problems_drawn.py) is held to the definition in float64, forward and, where there is one, backward, and to
 one more law by chance (of `flashattn_lite.testing`); to the bit it must be the same twice and for a sequence alone, its
 gradients too, a cache in pages that of a contiguous one, and on a GPU the same on two streams at once and in a CUDA
-graph that is replayed with other numbers and lengths.
+graph that is replayed with other numbers and lengths. Softmax (problems_softmax.py): likewise, its statistics too.
 Several processes, each with a seed of its own, may share a GPU: kernels take seconds to compile. Exits with 1 if
 anything was found.
 """
@@ -25,6 +25,8 @@ from torch import Tensor
 
 import flashattn_lite as fa
 from benchmarks import problems_drawn as drawn
+from benchmarks import problems_softmax as of_softmax
+from benchmarks.problems_softmax import SoftmaxCase
 from flashattn_lite.testing import ALL_LAWS, DECODE_LAWS, PACKED_LAWS, Case, PackedCase
 from flashattn_lite.testing.decoding import paged_is_contiguous, through_attention
 from flashattn_lite.testing.gradients import run_backward
@@ -36,7 +38,9 @@ from flashattn_lite.testing.results import run, run_packed
 Check = Callable[[Any, Any], None]
 
 
-def results(attention: Any, case: Case | PackedCase) -> tuple[Tensor, ...]:
+def results(attention: Any, case: Case | PackedCase | SoftmaxCase) -> tuple[Tensor, ...]:
+    if isinstance(case, SoftmaxCase):
+        return attention(case.x, case.dim)
     with torch.no_grad():
         found = run_packed(attention, case) if isinstance(case, PackedCase) else run(attention, case)
     return tuple(x for x in found if x is not None)
@@ -74,7 +78,7 @@ def gradients_have_their_bits(attention: Any, case: Case | PackedCase) -> None:
     assert_same(alone, among, "gradients of a sequence alone")
 
 
-def streams_do_not_meet(attention: Any, case: Case) -> None:
+def streams_do_not_meet(attention: Any, case: Any) -> None:
     """The same call on two streams at once."""
     want, side = results(attention, case), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -86,24 +90,25 @@ def streams_do_not_meet(attention: Any, case: Case) -> None:
     assert_same(again, want, "beside a second stream")
 
 
-def may_be_captured(attention: Any, case: Case | PackedCase) -> bool:
+def may_be_captured(attention: Any, case: Any) -> bool:
     """Without promises the lengths of packed sequences are read by the host."""
     return not isinstance(case, PackedCase) or {"max_seqlen_q", "max_seqlen_k"} <= attention.keywords.keys()
 
 
-def graphs_see_new_numbers(attention: Any, case: Case | PackedCase) -> None:
-    """A captured call, replayed twice with another q and other lengths in the same places."""
+def graphs_see_new_numbers(attention: Any, case: Any) -> None:
+    """A captured call, replayed twice with another q (or x) and other lengths in the same places."""
     if not may_be_captured(attention, case):
         return
-    names = [name for name in ("q", "kv_lens", "cu_seqlens_q", "cu_seqlens_k") if getattr(case, name, None) is not None]
-    own = {name: getattr(case, name).clone(memory_format=torch.preserve_format) for name in names}
+    names = ("q", "x", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
+    given = {name: getattr(case, name, None) for name in names}
+    own = {name: x.clone(memory_format=torch.preserve_format) for name, x in given.items() if x is not None}
     case = case.replace(**own)
     results(attention, case)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = results(attention, case)
     for name, x in own.items():
-        if name == "q":
+        if name in ("q", "x"):
             x.copy_(x.flip(-2) / 2)
         elif name == "kv_lens":
             x.copy_(x // 2)
@@ -119,7 +124,7 @@ def graphs_see_new_numbers(attention: Any, case: Case | PackedCase) -> None:
 class Kind(NamedTuple):
     """Problems of one of the public functions."""
 
-    draw: Callable[[random.Random, torch.device], drawn.Problem]
+    draw: Callable[[random.Random, torch.device], tuple[Any, Any]]
     asked: tuple[Check, ...]
     on_gpu: tuple[Check, ...]  # asked there too
     laws: tuple[Check, ...]  # one of them, by chance
@@ -146,6 +151,12 @@ KINDS = {
         tuple(map(through_attention, (streams_do_not_meet, graphs_see_new_numbers))),
         DECODE_LAWS,
     ),
+    "softmax": Kind(
+        of_softmax.softmax,
+        (of_softmax.is_softmax, of_softmax.repeats_have_the_same_bits),
+        (streams_do_not_meet, graphs_see_new_numbers),
+        (of_softmax.other_rows_are_irrelevant,),
+    ),
 }  # fmt: skip
 
 
@@ -153,7 +164,7 @@ def checks(draw: random.Random, kind: Kind, device: torch.device) -> list[Check]
     return [*kind.asked, *(kind.on_gpu if device.type == "cuda" else ()), draw.choice(kind.laws)]
 
 
-def differences(attention: Any, case: Case, asked: Sequence[Check]) -> list[str]:
+def differences(attention: Any, case: Any, asked: Sequence[Check]) -> list[str]:
     """What each check found, if anything."""
     found = []
     for check in asked:

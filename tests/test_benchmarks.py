@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import random
 import statistics
 from contextlib import contextmanager
 
@@ -19,8 +18,6 @@ from benchmarks import (
     host_time,
     packed,
     packed_providers,
-    problems,
-    problems_drawn,
     provenance,
     providers,
     tables,
@@ -253,66 +250,3 @@ def test_a_result_is_checked_outside_of_its_providers_setting(monkeypatch):
     qkv = [torch.randn(2, 2, 16, 8) for _ in range(3)]
     found = host_time.subjects({"ours": providers.Provider(call, setting)}, qkv, True, absent)
     assert [subject.name for subject in found] == ["ours"] and not absent
-
-
-WRONG = {  # by what V is multiplied
-    "a hundredth off": lambda q: 1.01,
-    "never twice the same": lambda q: 1 + 3e-7 * torch.rand(1),
-    "by the batch": lambda q: 1 + 3e-7 * len(q),
-}
-FOUND = {
-    ("dense", "a hundredth off"): {"matches_oracle", "gradients_match_autograd"},
-    ("dense", "never twice the same"): {"repeats_have_the_same_bits", "batch_slot_is_irrelevant",
-                                        "gradients_have_their_bits"},
-    ("dense", "by the batch"): {"batch_slot_is_irrelevant", "gradients_have_their_bits"},
-    ("packed", "a hundredth off"): {"packed_is_a_loop_of_dense", "packed_gradients_are_those_of_dense"},
-    ("packed", "never twice the same"): {"packed_neighbours_are_irrelevant", "packed_slot_is_irrelevant",
-                                         "gradients_have_their_bits"},
-    ("packed", "by the batch"): {"packed_slot_is_irrelevant", "gradients_have_their_bits"},
-    ("decoding", "a hundredth off"): {"matches_oracle"},
-    ("decoding", "never twice the same"): {"repeats_have_the_same_bits", "batch_slot_is_irrelevant",
-                                           "paged_is_contiguous"},
-    ("decoding", "by the batch"): {"batch_slot_is_irrelevant"},
-}  # fmt: skip
-
-
-@pytest.fixture
-def small_problems(monkeypatch):
-    monkeypatch.setattr(problems_drawn, "QUERIES", (7, 16))
-    monkeypatch.setattr(problems_drawn, "KEYS", (33, 100))
-    monkeypatch.setattr(problems_drawn, "DTYPES", (torch.float32,))
-
-
-@pytest.mark.usefixtures("small_problems")
-@pytest.mark.parametrize(("kind", "name"), FOUND)
-def test_random_problems_tell_a_wrong_attention(kind, name):
-    torch.manual_seed(0)  # of the noise: some of it is too small for any bit
-    found, asked = set(), problems.KINDS[kind].asked
-    for seed in range(8):
-        attention, case = problems.KINDS[kind].draw(random.Random(seed), torch.device("cpu"))
-        assert problems.differences(attention, case, asked) == []
-        wrong = lambda q, k, v, *rest, **options: attention(q, k, v * WRONG[name](q), *rest, **options)  # noqa: B023
-        lines = problems.differences(wrong, case, asked)
-        found |= {line.partition(":")[0] for line in lines}
-    assert found == FOUND[kind, name]
-
-
-@pytest.mark.usefixtures("small_problems")
-def test_random_problems_are_drawn_and_counted(monkeypatch, capsys):
-    assert problems.main(["--device", "cpu", "--seconds", "0.01"]) == 0
-    assert capsys.readouterr().out.startswith("1 problems by torch")
-    monkeypatch.setattr(problems, "checks", lambda *_: [lambda attention, case: 1 / 0])
-    assert problems.main(["--device", "cpu", "--seconds", "0.01", "--kinds", "packed"]) == 1
-
-
-@pytest.mark.usefixtures("small_problems")
-def test_a_graph_holds_packed_sequences_whose_lengths_are_promised():
-    """And every other call; the host reads the lengths that nobody promises."""
-    held = set()
-    for seed in range(40):
-        for kind in problems.KINDS.values():
-            attention, case = kind.draw(random.Random(seed), torch.device("cpu"))
-            promised = len({"max_seqlen_q", "max_seqlen_k"} & attention.keywords.keys())
-            held.add((type(case).__name__, promised, problems.may_be_captured(attention, case)))
-    packed_calls = {("PackedCase", 0, False), ("PackedCase", 1, False), ("PackedCase", 2, True)}
-    assert held == {("Case", 0, True), *packed_calls}

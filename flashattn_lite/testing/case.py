@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,16 @@ TENSORS = ("q", "k", "v")
 OPTIONS = ("causal", "q_start", "window", "scale", "softcap", "mask", "sinks", "kv_lens")
 
 Law = Callable[[Attention, Any], None]  # of a Case or a PackedCase
+
+
+def contiguous_copies(case: Any, names: Sequence[str]) -> dict[str, Tensor]:
+    """These tensors of a case, contiguous and at addresses of their own.
+
+    Copies, always: `Tensor.contiguous` leaves the strides of dimensions of one entry as they are, and those may decide
+    whether a kernel can copy rows 16 bytes at a time.
+    """
+    given = {name: getattr(case, name) for name in names}
+    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items() if x is not None}
 
 
 def needs(*features: str) -> Callable[[Law], Law]:
@@ -128,8 +138,7 @@ class Case:
         return self.hide(hidden).replace(causal=False, window=None, q_start=None, kv_lens=None)
 
     def contiguous(self) -> Case:
-        tensors = {name: getattr(self, name) for name in (*TENSORS, "mask")}
-        return self.replace(**{name: x.contiguous() for name, x in tensors.items() if x is not None})
+        return self.replace(**contiguous_copies(self, (*TENSORS, "mask")))
 
     def generator(self) -> torch.Generator:
         """What a law draws with; on the CPU, so that every device sees the same numbers."""

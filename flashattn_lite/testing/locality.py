@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashattn_lite.testing.case import Attention, Case, PackedCase, Result, needs
+from flashattn_lite.testing.case import TENSORS, Attention, Case, PackedCase, Result, contiguous_copies, needs
 from flashattn_lite.testing.results import assert_same_bits, run, run_packed
 
 
@@ -83,7 +83,7 @@ def head_slot_is_irrelevant(attention: Attention, case: Case) -> None:
 def packed_neighbours_are_irrelevant(attention_varlen: Attention, case: PackedCase) -> None:
     """NaN in the other packed sequences leaves a sequence's bits alone."""
     # The NaN come in tensors of our own: with other strides, a CPU's product may have other bits.
-    case = case.replace(q=case.q.contiguous(), k=case.k.contiguous(), v=case.v.contiguous())
+    case = case.replace(**contiguous_copies(case, TENSORS))
     out, lse = run_packed(attention_varlen, case)
     for rows, keys in case.sequences():
         q, k, v = (torch.full_like(x, math.nan) for x in (case.q, case.k, case.v))

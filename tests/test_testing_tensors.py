@@ -1,0 +1,27 @@
+"""How the kit's tensors lie in memory, which a law may ask about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn_lite.testing import Case
+from flashattn_lite.testing.tensors import LAYOUTS, lay_out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_keep_the_numbers(layout: str) -> None:
+    for shape in ((2, 3, 5, 4), (5, 3), (2, 1, 0, 4), (0, 2, 3, 4), (1, 1, 1, 1)):
+        x = torch.randn(shape)
+        assert torch.equal(lay_out(x, layout), x)
+    laid = lay_out(torch.randn(2, 3, 5, 4), layout)
+    assert laid.is_contiguous() == (layout == "contiguous")
+
+
+def test_a_contiguous_case_has_the_strides_of_a_new_tensor() -> None:
+    """Of one sequence too: any step to a second one is contiguous to torch, and a law would compare two codes."""
+    x = lay_out(torch.randn(2, 1, 9, 3), "padded entries")[:1]
+    case = Case(x, x, x, mask=x[..., :1]).contiguous()
+    assert x.is_contiguous() and x.stride() == (32, 27, 3, 1)
+    assert case.q.stride() == case.k.stride() == case.v.stride() == (27, 27, 3, 1)
+    assert case.mask is not None and case.mask.stride() == (9, 9, 1, 1) and torch.equal(case.q, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 
 import pytest
@@ -106,6 +107,39 @@ def test_the_same_text_comes_out(device, name, cache):
     assert mine.shape == (2, 36) and torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_sequences_are_kept_apart(device, name, monkeypatch):
+    """By cu_seq_lens alone: positions go on, as if they were one. Half of these layers have a window's mask too."""
+    packed, varlen = [], integration.attention_varlen
+    monkeypatch.setattr(
+        integration, "attention_varlen", lambda *args, **options: packed.append(0) or varlen(*args, **options)
+    )
+    ours, theirs = pair(name, device)
+    x, ends = tokens(device, batch=1), [0, 7, 8, 24]
+    cu = torch.tensor(ends, dtype=torch.int32, device=device)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 16, "max_length_k": 16}
+    mine = ours(x, **lengths, use_cache=False).logits
+    parts = [torch.arange(a, b, device=device) for a, b in itertools.pairwise(ends)]
+    alone = [theirs(x[:, part], position_ids=part[None], use_cache=False).logits for part in parts]
+    assert_close(mine, torch.cat(alone, dim=1))
+    assert len(packed) == {"llama": 2, "mistral": 0}.get(name, 1)
+
+
+def test_packed_sequences_beside_a_bias_a_mask_and_in_a_batch():
+    q, bias, mask = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 6), torch.ones(1, 1, 6, 6).tril() == 1
+    cu = torch.tensor([0, 2, 6])
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    added = torch.where(mask, 0.0, -torch.inf)
+    apart = added + torch.where(torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)) == 1, bias, -torch.inf)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, q, q, apart).transpose(1, 2)
+    for given in ({"is_causal": True}, {"attention_mask": mask}, {"attention_mask": added}):
+        given = {"attention_mask": None, **given, "position_bias": bias, **lengths}
+        out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, **given)
+        torch.testing.assert_close(out, exact)
+    with pytest.raises(NotImplementedError, match=r"^cu_seq_lens_q: packed sequences must come in a batch of one"):
+        integration.attention_forward(torch.nn.Module(), *[q.expand(2, -1, -1, -1)] * 3, None, **lengths)
+
+
 def test_an_encoder_looks_both_ways(device):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     outs = []
@@ -157,11 +191,13 @@ def test_what_it_does_not_do_is_named(argument, value):
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{argument: value})
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("attn_pdrop", "attn_pdrop"), ("hidden_dropout", "attention_dropout")])
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("attn_pdrop", "attn_pdrop"), ("dropout_rate", "dropout_rate"), ("bias", "attention_dropout")]
+)
 def test_dropout_is_named_as_the_models_config_names_it(name, wanted):
     module, q = torch.nn.Module(), torch.randn(1, 2, 4, 8)
     module.config = types.SimpleNamespace(**{name: 0.1, "attention_bias": 0.1})
-    with pytest.raises(NotImplementedError, match=f"Set {wanted}=0.0 in the model's config"):
+    with pytest.raises(NotImplementedError, match=f"Set {wanted} to 0.0 in the model's config"):
         integration.attention_forward(module, q, q, q, None, dropout=0.1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.api import attention
+from flashattn_lite.api import attention, attention_varlen
 from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.tiles import lowered
@@ -34,14 +34,17 @@ def register(name: str = "attn_lite") -> None:
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys.
+    Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by positions
+    that start anew (then transformers makes a mask of all pairs, beside a cache none).
 
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
-            output (`output_attentions`, where a model hands it on: GPT-2 and OPT give none), the paged cache of
-            continuous batching, keys that indices choose (DeepSeek), sinks a query, head dims above 256, and models
-            that by transformers' account take neither torch's function nor others (Bloom, MPT, CLAP). Falcon, GPT-Neo,
-            SAM and some others end in a KeyError of their own.
+            output (`output_attentions`, where a model hands it on: GPT-2 and OPT give none), keys that indices choose
+            (DeepSeek), sinks a query, head dims above 256, and models that by transformers' account take neither
+            torch's function nor others and ask for a mask (Bloom, MPT, CLAP). Of the rest of those, some end in a
+            KeyError of their own (Falcon, GPT-Neo, SAM), and some run their own attention without a word (XLNet,
+            DeBERTa, WavLM). Continuous batching is refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -109,8 +112,8 @@ def takes_functions(config: type) -> bool:
 def dropout_of(module: torch.nn.Module, dropout: float) -> str:
     """What the model's config calls this dropout of attention weights; models name it as they like."""
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    names = (name for name, value in config.items() if "att" in name and "drop" in name and value == dropout)
-    return next(names, "attention_dropout")
+    equal = [name for name, value in config.items() if "drop" in name and value == dropout]
+    return next((name for name in equal if "att" in name), " and ".join(equal) or "attention_dropout")
 
 
 def attention_forward(
@@ -126,6 +129,8 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it: (out `(B, L, Hq, Dv)`, None in the place of the weights).
@@ -135,12 +140,16 @@ def attention_forward(
         attention_mask: what the mask function made, or None; `(B or 1, Hq or 1, L, S or more)`, bool or added.
         is_causal: default the module's. It counts where there is no mask and more than one query, and is top-left.
         softcap, s_aux: soft cap and sinks `(Hq,)`. position_bias: added to the scores. scaling: default 1 / sqrt(D).
+        cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin and end in a batch of one, `(sequences + 1,)`. They
+            are kept apart, whatever the mask says; without a mask as `attention_varlen` does it, in linear memory.
         others: what transformers tells every function (a window, say, which the mask has in it).
 
     Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.
     """
     if dropout:
-        remedy = f"Set {dropout_of(module, dropout)}=0.0 in the model's config, or train with its own implementation."
+        remedy = (
+            f"Set {dropout_of(module, dropout)} to 0.0 in the model's config, or train with its own implementation."
+        )
         raise not_implemented("dropout", "dropout of attention weights is not implemented", dropout, remedy)
     if others.get("output_attentions"):
         remedy = 'Load the model with attn_implementation="eager" for them.'
@@ -161,19 +170,42 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if query.shape[0] != 1:
+            remedy = "Pack the sequences into one row, or pad them to a batch and leave these out."
+            raise not_implemented("cu_seq_lens_q", "packed sequences must come in a batch of one", query, remedy)
+        cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+        if attention_mask is None and position_bias is None and query.shape[2] == key.shape[2]:
+            left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
+            longest = {f"max_seqlen_{x}": n for x in "qk" if isinstance(n := others.get(f"max_length_{x}"), int)}
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            options |= {"causal": causal, "window": (left, None), **longest}
+            return attention_varlen(q, k, v, *cu_seqlens, **options).unsqueeze(0), None  # type: ignore[union-attr]
+        attention_mask = kept_apart(attention_mask, *cu_seqlens, query.shape[2], key.shape[2])
     out = attention(
         query,
         key,
         value,
         causal=causal,
         q_start=0 if causal else None,  # a static cache is longer than what has been written
-        scale=scaling,
-        softcap=softcap,
         mask=biased(attention_mask, position_bias),
-        sinks=s_aux,
+        **options,
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
+
+
+def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor:
+    """A mask, or none, that hides the keys of other packed sequences too."""
+    of_q, of_k = (
+        torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
+        for cu, n in ((cu_q, len_q), (cu_k, len_k))
+    )
+    same = of_q.unsqueeze(1) == of_k
+    if mask is None or mask.dtype == torch.bool:
+        return same if mask is None else mask & same
+    return mask.masked_fill(~same, float("-inf"))
 
 
 def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

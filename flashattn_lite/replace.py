@@ -177,11 +177,15 @@ def replace_sdpa() -> Iterator[Report]:
     Yields:
         A `Report` of the calls: how many of which shapes, the backend that ran each kind, and what was refused.
 
-    What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as torch's own modules and most
-    models do) is served. A name bound before (`from torch.nn.functional import scaled_dot_product_attention`) and code
-    that was compiled before keep torch's. Contexts may be nested, overlap in threads and hold an `install()`, which
-    stays when they end; each counts what is called while it is the last that was entered. What stands there can't be
-    pickled, nor scripted by torch.jit.script.
+    What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as most models do) is served. Not:
+    - a name bound before (`from torch.nn.functional import scaled_dot_product_attention`);
+    - compiled code, which keeps what it was compiled with: torch's from before, ours from inside, afterwards too;
+    - torch's MultiheadAttention where it is asked for weights, as it is by default (pass need_weights=False), and it
+      and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
+      (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
+    A model that checkpoints activations calls the function again in its backward pass: run that inside too.
+    Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is
+    called while it is the last that was entered. What stands there can't be pickled, nor scripted by torch.jit.script.
 
     Raises:
         Inside, whatever `flashattn_lite.scaled_dot_product_attention` raises: dropout is a NotImplementedError.

@@ -23,7 +23,7 @@ def check_float_tensor(name: str, x: object) -> None:
     """A dense real floating tensor of a dtype that we compute in."""
     if not isinstance(x, Tensor):
         raise type_error(name, "must be a torch.Tensor", x, "Convert it with torch.as_tensor.")
-    check_strided(name, x, "Call .to_dense(), or pack ragged batches.")
+    check_strided(name, x)
     if x.is_complex():
         raise type_error(name, "must be real", x, "Split it into its real and imaginary parts.")
     if x.dtype not in FLOAT_DTYPES:
@@ -31,19 +31,27 @@ def check_float_tensor(name: str, x: object) -> None:
 
 
 def check_strided(name: str, x: Tensor, remedy: str = "Call .to_dense().") -> None:
+    if x.is_nested:
+        remedy = "Pad it with torch.nested.to_padded_tensor, or pack its sequences for attention_varlen."
     if x.is_nested or x.layout != torch.strided:
-        kind = "a nested one" if x.is_nested else x.layout
-        raise type_error(name, "must be a dense strided tensor", kind, remedy)
+        raise type_error(name, "must be a dense strided tensor", x, remedy)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether x's values can be looked at here: it is on the CPU, and no compiler or transform stands for it."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
+    """Whether x's values can be looked at here: it is on the CPU, and no compiler or transform stands for it.
+
+    A Parameter, or a class that only names a tensor, holds its numbers itself; a fake tensor does not.
+    """
+    itself = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return x.device.type == "cpu" and itself and not torch.compiler.is_compiling() and not transformed(x)
+
+
+def transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func stands for x."""
     try:
-        return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        return torch._C._functorch.is_functorch_wrapped_tensor(x)
     except AttributeError:  # a torch that names it otherwise
-        return True
+        return False
 
 
 def check_no_tangent(**tensors: object) -> None:

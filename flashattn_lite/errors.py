@@ -23,7 +23,8 @@ def show(value: object) -> str:
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"a nested tensor, {show(value.dtype)}, on {value.device}"
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, {show(value.dtype)}, on {value.device}"
+        kind = "tensor" if value.layout == torch.strided else f"{show(value.layout)} tensor"
+        return f"a {kind} of shape {tuple(value.shape)}, {show(value.dtype)}, on {value.device}"
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value).removeprefix("torch.")
     if isinstance(value, (torch.device, torch.Size)):
@@ -37,6 +38,8 @@ def show(value: object) -> str:
     if isinstance(value, (Number, str)) or value is None:
         text = repr(value) if isinstance(value, str) else str(value)
         return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
+    if hasattr(value, "shape") and hasattr(value, "dtype"):  # NumPy's, say
+        return f"a {type(value).__name__} of shape {value.shape}, {value.dtype}"
     return f"a {type(value).__name__}"
 
 

@@ -51,6 +51,8 @@ def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_t
             return backward(ctx, ctx.needs_input_grad, *gradients)
 
         jvp = staticmethod(no_tangents)
+        # What compiled autograd names a node by, which torch has on the class for all levels alone.
+        _compiled_autograd_key = torch.autograd.Function.__dict__.get("_compiled_autograd_key")
 
     def below(args: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

@@ -118,7 +118,8 @@ class Recorded(torch.autograd.Function):
 def _no_second_derivative(*_: Any) -> None:
     raise NotImplementedError(
         "attention: its gradients have no gradients of their own; got a backward pass through them (create_graph=True, "
-        "a Hessian). Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
+        "a Hessian). Call flashattn_lite.reference's attention_reference, or attention_varlen_reference, instead: "
+        "plain torch, L x S scores in memory."
     )
 
 

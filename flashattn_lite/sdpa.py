@@ -99,9 +99,9 @@ def _checked(
         arguments.check_float_tensor(name, x)
         if x.dim() < 2:
             raise value_error(name, "must have at least 2 dimensions (..., length, head_dim)", x, "Unsqueeze it.")
+    arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask, scale=scale)
     dropout_p, scale = _number(dropout_p), scale if isinstance(scale, bool) else _number(scale)
     _check_options(dropout_p, is_causal, scale, enable_gqa)
-    arguments.check_no_tangent(query=query, key=key, value=value, attn_mask=attn_mask)
     diagonal: Diagonal = (is_causal, 0 if is_causal else None)
     if is_causal_bias(attn_mask) and not is_causal:
         diagonal, attn_mask = _diagonal_of(attn_mask, query, key), None
@@ -141,10 +141,15 @@ def _recall(
 
 
 def _number(x: Any) -> Any:
-    """A number as torch's function takes it: a flag, or a tensor of one element (whose GPU is waited for), too."""
+    """A number as torch's function takes it: a flag, or a tensor of no dimension (whose GPU is waited for), too.
+
+    Not one that wants a gradient, which would be lost without a word.
+    """
     if isinstance(x, bool):
         return float(x)
-    return x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex() else x
+    if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad:
+        return x
+    return x if not torch.compiler.is_compiling() and arguments.transformed(x) else x.item()
 
 
 def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa: object) -> None:

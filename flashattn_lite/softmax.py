@@ -171,9 +171,14 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     check_no_tangent(x=x)
     if not is_int(dim):
         raise type_error("dim", "must be an int", dim, "Pass one dimension; flatten several into one.")
-    rank = max(x.dim(), 1)
+    return _from_front(dim, x.dim())
+
+
+def _from_front(dim: int, dims: int) -> int:
+    """dim counted from 0, also where somebody calls an op itself."""
+    rank = max(dims, 1)
     if not -rank <= dim < rank:
-        relation = f"must be from {-rank} to {rank - 1} for x of {x.dim()} dimensions"
+        relation = f"must be from {-rank} to {rank - 1} for x of {dims} dimensions"
         raise value_error("dim", relation, dim, "Pass -1 for the last.")
     return as_int(dim) % rank
 
@@ -210,6 +215,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:
+    dim = _from_front(dim, x.dim())
     y = torch.empty_like(x)
     if y.numel() == 0:
         return y
@@ -223,6 +229,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _stats(x: Tensor, dim: int) -> Stats:
+    dim = _from_front(dim, x.dim())
     m, l_sum = _stats_like(x, dim)
     if x.numel() == 0:  # no rows, or rows of nothing
         return m.fill_(state.EMPTY_M), l_sum.fill_(state.EMPTY_L)
@@ -237,6 +244,7 @@ def _stats(x: Tensor, dim: int) -> Stats:
 
 
 def _stats_like(x: Tensor, dim: int) -> Stats:
+    dim = _from_front(dim, x.dim())
     shape = x.shape[:dim] + x.shape[dim + 1 :]
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
@@ -259,7 +267,7 @@ def _softmax_backward(ctx: Any, _: Any, d_y: Tensor) -> tuple[Tensor, None]:
 
 
 def _stats_setup(ctx: Any, inputs: tuple[Tensor, int], output: Stats) -> None:
-    ctx.dim = inputs[1]
+    ctx.dim = _from_front(inputs[1], inputs[0].dim())
     ctx.save_for_backward(inputs[0])
 
 
@@ -288,8 +296,10 @@ def _no_jvp(*_: Any) -> Any:
 operators.derive(_softmax_op, _softmax_setup, _softmax_backward, _no_jvp)
 operators.derive(_stats_op, _stats_setup, _stats_backward, _no_jvp)
 torch.library.register_vmap(
-    _softmax_op, lambda info, in_dims, x, dim: (_softmax_op(x.movedim(in_dims[0], 0), dim + 1), 0)
+    _softmax_op,
+    lambda info, in_dims, x, dim: (_softmax_op(x.movedim(in_dims[0], 0), _from_front(dim, x.dim() - 1) + 1), 0),
 )
 torch.library.register_vmap(
-    _stats_op, lambda info, in_dims, x, dim: (_stats_op(x.movedim(in_dims[0], 0), dim + 1), (0, 0))
+    _stats_op,
+    lambda info, in_dims, x, dim: (_stats_op(x.movedim(in_dims[0], 0), _from_front(dim, x.dim() - 1) + 1), (0, 0)),
 )

@@ -28,9 +28,9 @@ class Target:
 @functools.cache
 def why_no_triton() -> str:
     """Empty if Triton can be imported, else the reason."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     try:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
         import triton  # noqa: F401
     except Exception as error:
         return f"triton can't be imported ({error})"

@@ -44,7 +44,7 @@ REFUSED = {
     "lens shape": (call(kv_lens=LENS[:1]), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "window": (call(window=(-1, 0)), ValueError, "window: left must be at least 0; got (-1, 0)."),
     "window of an array": (call(window=np.array([3, 0])), TypeError, "window: must be a pair (left, right) or None; got a "
-                           "ndarray. Pass (256, 0), say."),
+                           "ndarray of shape (2,), int64. Pass (256, 0), say."),
     "return_lse": (call(return_lse=torch.ones(2)), TypeError, "return_lse: must be True or False; got a tensor of shape"),
     "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
     "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass bool(causal)."),

@@ -91,9 +91,11 @@ REFUSED = {
                           "(), float32, on cpu. Pass scale.item()."),
     "scale a flag": (call(scale=True), TypeError, "scale: must be a float or None; got True. Pass a number, or None for"),
     "q nested": (call(q=NESTED), TypeError, "q: must be a dense strided tensor; "
-                 "got 'a nested one'. Call .to_dense(), or pack ragged batches."),
+                 "got a nested tensor, float32, on cpu. Pad it with torch.nested.to_padded_tensor, or pack its sequences "
+                 "for attention_varlen."),
     "kv_lens sparse": (call(kv_lens=torch.tensor([1, 2], dtype=torch.int32).to_sparse()), TypeError,
-                       "kv_lens: must be a dense strided tensor; got sparse_coo. Call .to_dense()."),
+                       "kv_lens: must be a dense strided tensor; got a sparse_coo tensor of shape (2,), int32, on cpu. Call "
+                       ".to_dense()."),
     "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
     "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be greater than 0 in float32; got 1e-40."),
@@ -121,7 +123,10 @@ REFUSED = {
     "max_seqlen kind": (packed(max_seqlen_k=torch.tensor(9)), TypeError, "max_seqlen_k: must be an int or None; got a"),
     "packed rank": (packed(q=Q), ValueError, "q: must have 3 dimensions (total, heads, head_dim); got a tensor of shape"),
     "sdpa nested": (sdpa(query=NESTED), TypeError,
-                    "query: must be a dense strided tensor; got 'a nested one'."),
+                    "query: must be a dense strided tensor; got a nested tensor, float32, on cpu."),
+    "sdpa scale that learns": (sdpa(scale=torch.nn.Parameter(torch.tensor(0.5))), TypeError,
+                               "scale: must be a float or None; got a tensor of shape (), float32, on cpu."),
+    "sdpa scale of one": (sdpa(scale=torch.tensor([0.5])), TypeError, "scale: must be a float or None; got a tensor of"),
     "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
     "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
                              "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
@@ -217,6 +222,26 @@ def test_other_numbers_have_the_same_limits_and_are_shown():
 def test_numbers_as_torchs_function_takes_them():
     want = fa.scaled_dot_product_attention(Q, Q, Q, scale=0.5)
     assert torch.equal(fa.scaled_dot_product_attention(Q, Q, Q, dropout_p=False, scale=torch.tensor(0.5)), want)
-    assert torch.equal(
-        fa.scaled_dot_product_attention(Q, Q, Q, dropout_p=torch.tensor(0.0), scale=torch.tensor([0.5])), want
-    )
+    assert torch.equal(fa.scaled_dot_product_attention(Q, Q, Q, dropout_p=torch.tensor(0.0), scale=0.5), want)
+    for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises((TypeError, NotImplementedError), match=r"^scale: "):
+            transform(lambda x: fa.scaled_dot_product_attention(Q, Q, Q, scale=x).sum())(torch.tensor(0.5))
+
+
+class Named(torch.Tensor):
+    """A class that only names a tensor."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Named])
+def test_lengths_of_any_class_of_tensor_are_looked_at(kind):
+    def of_kind(*numbers):
+        x = torch.tensor(numbers, dtype=torch.int32)
+        return torch.nn.Parameter(x, requires_grad=False) if kind is torch.nn.Parameter else x.as_subclass(kind)
+
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: must not decrease; got \[0, 11, 10\]"):
+        packed(cu_seqlens_q=of_kind(0, 11, 10))()
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: must be at least the longest sequence"):
+        packed(cu_seqlens_q=of_kind(0, 4, 10), max_seqlen_q=5)()
+    pages, lens, table = torch.randn(3, 2, 16, 8), of_kind(9, 3), of_kind(7, 2).unsqueeze(1)
+    with pytest.raises(ValueError, match=r"^block_table\[0, 0\]: entries that kv_lens reaches must be from 0 to 2"):
+        fa.attention_decode(Q[:, :, :1], pages, pages, lens, block_table=table)

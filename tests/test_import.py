@@ -56,6 +56,24 @@ def test_import_asks_nothing_of_a_gpu() -> None:
     assert fresh(TRAP_GPU_QUERIES + "import flashattn_lite; print(torch.cuda._initialized)") == "False"
 
 
+def test_a_finder_that_refuses_triton_is_no_triton() -> None:
+    """As some test suites hide a package: before anybody could look for it."""
+    code = """
+        import sys
+        import torch
+        class Hidden:
+            def find_spec(self, name, *_):
+                if name.partition(".")[0] == "triton":
+                    raise ImportError(f"{name} is hidden")
+        sys.meta_path.insert(0, Hidden())
+        import flashattn_lite
+        q = torch.randn(1, 1, 2, 8)
+        flashattn_lite.attention(q, q, q)
+        print(flashattn_lite.explain(q, q, q).reasons["triton"][0])
+        """
+    assert fresh(code) == "triton can't be imported (triton is hidden)"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_cpu_attention_without_triton(causal: bool) -> None:
     error = fresh(

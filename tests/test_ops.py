@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -83,6 +85,28 @@ def test_a_wrong_number_is_named_by_a_compiler_that_does_not_know_it(wrong, valu
     with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
         compiled(torch.randn(1, 2, 6, 8), value)
     assert text in str(raised.value)
+
+
+def test_a_backward_alone_is_compiled():
+    """By torch's compiled autograd, which asks each node of an eager forward for a name. It warns of much."""
+    code = """
+import torch
+import flashattn_lite as fa
+
+x, cu = torch.nn.Parameter(torch.randn(2, 2, 6, 8)), torch.tensor([0, 2], dtype=torch.int32)
+for loss in (
+    lambda: fa.attention(x, x, x).square().sum(),
+    lambda: fa.attention_varlen(x[0], x[0], x[0], cu, cu).square().sum(),
+    lambda: fa.online_softmax(x).square().sum(),
+    lambda: fa.softmax_stats(x)[1].square().sum(),
+):
+    want, x.grad = torch.autograd.grad(loss(), x)[0], None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda y: y.backward(), backend="aot_eager")(loss())
+    torch.testing.assert_close(x.grad, want)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nobody_asks_where_fake_tensors_lie():

@@ -117,6 +117,20 @@ def test_opcheck(device: torch.device, layout: Callable[[Tensor], Tensor], dtype
             torch.library.opcheck(op, (x, dim))
 
 
+def test_who_calls_an_op_itself_may_count_from_the_end(device: torch.device) -> None:
+    """A kernel that took -2 for a dimension would write beside its output."""
+    x = torch.randn(3, 4, 5, device=device, requires_grad=True)
+    for op, public in ((softmax._softmax_op, online_softmax), (softmax._stats_op, softmax_stats)):
+        found = []
+        for function in (op, public):
+            for results in (function(x, -2), torch.vmap(lambda row, f=function: f(row, -2))(x)):
+                total = sum(r.square().sum() for r in ((results,) if isinstance(results, Tensor) else results))
+                found += [total, *torch.autograd.grad(total, x)]
+        assert all(map(torch.equal, found[:4], found[4:]))
+        with pytest.raises(ValueError, match=r"^dim: must be from -3 to 2 for x of 3 dimensions; got 3"):
+            op(x, 3)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(device: torch.device, dynamic: bool) -> None:
     def loss(x: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def is_softmax(attention: Any, case: SoftmaxCase) -> None:
     base_2 = 4 * want + entropies + want * entropies.sum(-1, keepdim=True)
     error = (eager - want).abs().nan_to_num(0.0)
     bound = 2 * error.amax(-1, keepdim=True) + torch.finfo(x.dtype).eps * base_2
+    bound += torch.finfo(torch.float32).tiny  # below, a GPU's exp2 has none
     wrong = ~((got - want).abs() <= bound) & ~(got.isnan() & want.isnan())
     assert not wrong.any(), f"softmax: {int(wrong.sum())} of {wrong.numel()} elements are wrong"
     assert torch.equal(m.nan_to_num(7.0), top.float().nan_to_num(7.0)), "m is not the largest"

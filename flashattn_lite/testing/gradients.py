@@ -10,6 +10,8 @@ e_ij = some eps + the uncertainty of the weight p_ij (see oracle.py):
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,21 @@ def differentiable(case: Case | PackedCase) -> tuple[str, ...]:
     """Names of the tensors that have a gradient."""
     tensors = {name: getattr(case, name, None) for name in NAMES}
     return tuple(name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point)
+
+
+def within_range(case: Any) -> Any:
+    """The case with numbers of which a product of three fits in float16; they lie in memory as they did."""
+    largest = {"q": 4.0, "k": 4.0, "v": 4.0, "mask": 8.0}
+    tensors = {name: getattr(case, name) for name in differentiable(case) if name in largest}
+    return case.replace(**{name: _clamped(x, largest[name], hides=name == "mask") for name, x in tensors.items()})
+
+
+def _clamped(x: Tensor, largest: float, hides: bool) -> Tensor:
+    memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    clamped = memory.clamp(-largest, largest)
+    if hides:  # what hides a key still does
+        clamped = torch.where(memory == -torch.inf, memory, clamped)
+    return clamped.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def run_backward(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.testing.case import Attention, PackedCase, needs
-from flashattn_lite.testing.gradients import expect_gradients, run_backward
+from flashattn_lite.testing.gradients import expect_gradients, run_backward, within_range
 from flashattn_lite.testing.locality import packed_neighbours_are_irrelevant, packed_slot_is_irrelevant
-from flashattn_lite.testing.oracle import assert_close_to_oracle
+from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
 from flashattn_lite.testing.results import assert_within, run_packed
 
 
@@ -31,6 +31,7 @@ def packed_gradients_are_those_of_dense(attention_varlen: Attention, case: Packe
     """Each packed sequence gets the gradients that it has alone; the sinks' are summed over the sequences."""
     if not case.q.shape[0]:
         return
+    case = within_range(case)
     generator, device = case.generator(), case.q.device
     d_out = torch.randn(*case.q.shape[:2], case.v.shape[-1], generator=generator).to(case.q)
     d_lse = torch.randn(case.q.shape[1], case.q.shape[0], generator=generator).to(device)
@@ -38,8 +39,11 @@ def packed_gradients_are_those_of_dense(attention_varlen: Attention, case: Packe
     grads = run_backward(packed, case, d_out, d_lse)
     missing = [name for name, grad in grads.items() if grad is None]
     assert not missing, f"no gradient reaches {', '.join(missing)} in {case}"
-    sinks = []
+    sinks, every = [], True
     for b, (rows, keys) in enumerate(case.sequences()):
+        if not bool(torch.isfinite(expect(case.dense(b), eager=False).out).all()):
+            every = False
+            continue
         own = d_out[rows].transpose(0, 1).unsqueeze(0), d_lse[:, rows].unsqueeze(0)
         for name, (want, bound) in expect_gradients(case.dense(b), *own).items():
             if name == "sinks":
@@ -49,7 +53,7 @@ def packed_gradients_are_those_of_dense(attention_varlen: Attention, case: Packe
             assert grad is not None
             got = grad[rows if name == "q" else keys].transpose(0, 1).unsqueeze(0)
             assert_within(f"gradient of {name} of sequence {b}", got, want, bound, case)
-    if sinks:
+    if sinks and every:
         grad = grads["sinks"]
         assert grad is not None
         want, bound = (torch.stack(x).sum(0) for x in zip(*sinks, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_decoding_laws_catch_windows_and_large_pages() -> None:
 def test_a_number_of_problems_that_is_none_is_refused(n):
     with pytest.raises(ValueError, match=r"^n: must be a positive int; got .*\. It is the number of problems for each"):
         check(attention_reference, n=n)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"dtypes": ["float16"]}, "dtypes: must be a list of torch's dtypes, one at least; got ['float16']"),
+     ({"dtypes": []}, "dtypes: must be a list of torch's dtypes, one at least; got []"),
+     ({"max_len": -1}, "max_len: must be an int from 0 up; got -1"),
+     ({"max_heads": 0}, "max_heads: must be an int from 1 up; got 0"),
+     ({"features": "causal"}, "features: must be several names; got 'causal'. Pass ['causal'].")],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_are_none_are_named(options, text):
+    for ask in (check, check_packed):
+        with pytest.raises((TypeError, ValueError), match="^" + re.escape(text)):
+            ask(attention_reference, n=1, **options)
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(1), (torch.zeros(1),), (1, 2)], ids=str)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from flashattn_lite.testing import Case
+from flashattn_lite.testing.gradients import within_range
 from flashattn_lite.testing.tensors import LAYOUTS, lay_out
 
 
@@ -25,3 +28,16 @@ def test_a_contiguous_case_has_the_strides_of_a_new_tensor() -> None:
     assert x.is_contiguous() and x.stride() == (32, 27, 3, 1)
     assert case.q.stride() == case.k.stride() == case.v.stride() == (27, 27, 3, 1)
     assert case.mask is not None and case.mask.stride() == (9, 9, 1, 1) and torch.equal(case.q, x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_gradients_are_asked_of_lies_as_it_did(layout: str) -> None:
+    x, mask = lay_out(100 * torch.randn(2, 3, 5, 4), layout), lay_out(100 * torch.randn(2, 3, 5, 5), layout)
+    mask[0, 0, 0, 0] = -math.inf
+    case = Case(x, x, x.expand(2, 3, 5, 4), mask=mask)
+    within = within_range(case)
+    for name, largest in (("q", 4), ("k", 4), ("v", 4), ("mask", 8)):
+        given, got = getattr(case, name), getattr(within, name)
+        assert got.stride() == given.stride() and got.data_ptr() != given.data_ptr()
+        assert torch.equal(got, given.clamp(-largest, largest).where(given != -math.inf, given))
+    assert within_range(Case(x, x, x, mask=mask > 0)).mask.dtype == torch.bool

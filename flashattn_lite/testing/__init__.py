@@ -18,7 +18,9 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from flashattn_lite.errors import value_error
+import torch
+
+from flashattn_lite.errors import type_error, value_error
 from flashattn_lite.scalars import is_int
 from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
 from flashattn_lite.testing.decoding import DECODE_FEATURES, DECODE_LAWS, last_tokens
@@ -71,13 +73,14 @@ def check(
 
     Raises:
         AssertionError: the law's message, with the place, the value, the bound and the problem.
+        ValueError, TypeError: for n, features and sizes.
 
     >>> from flashattn_lite.reference import attention_reference
     >>> check(attention_reference, n=2, laws=[matches_oracle], max_len=5)
     """
     from flashattn_lite.testing.strategies import FEATURES, cases
 
-    known = _known(features, FEATURES)
+    known = _known(features, FEATURES, sizes)
     asked = attention if "lse" in known else lambda *args, return_lse, **options: (attention(*args, **options), None)
     for law in laws:
         if getattr(law, "needs", frozenset()) <= known:
@@ -110,7 +113,7 @@ def check_packed(
     """
     from flashattn_lite.testing.strategies import FEATURES, packed_cases
 
-    known = _known(features, FEATURES)
+    known = _known(features, FEATURES, sizes)
     for law in laws:
         if getattr(law, "needs", frozenset()) <= known:
             _ask(functools.partial(law, attention_varlen), packed_cases(features=known, **sizes), n, law, seed, shrink)
@@ -140,16 +143,34 @@ def check_decode(
     """
     from flashattn_lite.testing.strategies import cases
 
+    _check_sizes(sizes)
     problems = cases(features=DECODE_FEATURES, **sizes).filter(lambda case: case.q.shape[2] > 0).map(last_tokens)
     for law in laws:
         _ask(functools.partial(law, attention_decode), problems, n, law, seed, shrink)
 
 
-def _known(features: Collection[str] | None, every: frozenset[str]) -> frozenset[str]:
+def _known(features: Collection[str] | None, every: frozenset[str], sizes: dict[str, Any]) -> frozenset[str]:
+    _check_sizes(sizes)
+    if isinstance(features, str):
+        raise type_error("features", "must be several names", features, f"Pass [{features!r}].")
     known = every if features is None else frozenset(features)
     if not known <= every:
         raise ValueError(f"features: must be among {sorted(every)}; got {sorted(known - every)}. Leave them out.")
     return known
+
+
+def _check_sizes(sizes: dict[str, Any]) -> None:
+    dtypes = sizes.get("dtypes", (torch.float32,))
+    if not isinstance(dtypes, (tuple, list)) or not all(isinstance(x, torch.dtype) for x in dtypes) or not dtypes:
+        raise type_error(
+            "dtypes", "must be a list of torch's dtypes, one at least", dtypes, "Pass [torch.float32], say."
+        )
+    for name, most in sizes.items():
+        least = 0 if name == "max_len" else 1
+        if name.startswith("max_") and (not is_int(most) or most < least):
+            raise value_error(
+                name, f"must be an int from {least} up", most, "It is the largest that a problem may have."
+            )
 
 
 def _ask(

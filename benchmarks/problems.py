@@ -29,7 +29,7 @@ from benchmarks import problems_softmax as of_softmax
 from benchmarks.problems_softmax import SoftmaxCase
 from flashattn_lite.testing import ALL_LAWS, DECODE_LAWS, PACKED_LAWS, Case, PackedCase
 from flashattn_lite.testing.decoding import paged_is_contiguous, through_attention
-from flashattn_lite.testing.gradients import run_backward
+from flashattn_lite.testing.gradients import differentiable, run_backward
 from flashattn_lite.testing.laws import gradients_match_autograd, matches_oracle
 from flashattn_lite.testing.locality import batch_slot_is_irrelevant, repeats_have_the_same_bits
 from flashattn_lite.testing.packed import bound_to
@@ -71,7 +71,8 @@ def gradients_have_their_bits(attention: Any, case: Case | PackedCase) -> None:
     else:
         last = case.q.shape[0] - 1
         dense, rows, keys = case, slice(last, None), slice(last, None)
-    if dense.q.is_cuda and fa.explain(dense.q, dense.k, dense.v, **dense.options()).gradients:
+    learns = dense.replace(**{name: getattr(dense, name).detach().requires_grad_() for name in differentiable(dense)})
+    if learns.q.is_cuda and fa.explain(learns.q, learns.k, learns.v, **learns.options()).gradients:
         return  # plain torch, whose products on a GPU are other ones for other batches (docs/design.md)
     alone = gradients(case.sequence(last), d_out[rows])
     among = [x[part] for x, part in zip(whole, (rows, keys, keys), strict=True)]

@@ -19,7 +19,16 @@ from torch import Tensor
 
 import flashattn_lite as fa
 from flashattn_lite.testing import Case, PackedCase
-from flashattn_lite.testing.tensors import LAYOUTS, NUMBERS, lay_out, make_mask, make_numbers, move, poison_unseen
+from flashattn_lite.testing.tensors import (
+    LAYOUTS,
+    NUMBERS,
+    lay_out,
+    make_mask,
+    make_numbers,
+    make_packed_numbers,
+    move,
+    poison_unseen,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 128, 128, 16, 40, 72, 80, 96, 160, 192, 256)
@@ -78,19 +87,19 @@ def options_of(draw: random.Random, of: Form, lens: Sequence[int]) -> dict[str, 
     return options
 
 
-def tensors(draw: random.Random, of: Form, shape_q: tuple[int, ...], shape_k: tuple[int, ...],
-            keys: int) -> tuple[str, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What numbers they are, and q, k, v on the CPU; shapes are those before the head dim, of k `keys` is its keys'."""
+def tensors(
+    draw: random.Random, of: Form, shape_q: tuple[int, ...], shape_k: tuple[int, ...]
+) -> tuple[str, Tensor, Tensor, Tensor]:
+    """What numbers they are, and q, k, v on the CPU; shapes are those before the head dim, of three dense ones."""
     kind = draw.choice((*["normal"] * len(NUMBERS), *NUMBERS, GROWING, GROWING))
     sizes = ((shape_q, of.dim), (shape_k, of.dim), (shape_k, of.dim_v))
     q, k, v = (torch.randn(*shape, columns, generator=of.generator) for shape, columns in sizes)
     if kind == GROWING:
+        keys = 2 if k.dim() == 4 else 0
         k *= torch.linspace(0, draw.choice((4, 40)), k.shape[keys]).view(-1, *[1] * (k.dim() - 1 - keys))
     else:
-        by_head = [x.movedim(keys, -2) for x in (q, k, v)]
-        q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in by_head)
-        made = make_numbers(kind, q, k, v, of.dtype, of.generator)
-        q, k, v = (x.reshape(like.shape).movedim(-2, keys) for x, like in zip(made, by_head, strict=True))
+        make = make_numbers if k.dim() == 4 else make_packed_numbers
+        q, k, v = make(kind, q, k, v, of.dtype, of.generator)
     return kind, q.to(of.dtype), k.to(of.dtype), v.to(of.dtype)
 
 
@@ -114,7 +123,7 @@ def dense(draw: random.Random, device: torch.device) -> Problem:
     of, batch = form(draw), draw.choice((1, 2, 3))
     heads = of.heads_kv * of.group
     [(len_q, len_k)] = lengths(draw, device, batch * heads, QUERIES, KEYS, 1)
-    numbers, q, k, v = tensors(draw, of, (batch, heads, len_q), (batch, of.heads_kv, len_k), 2)
+    numbers, q, k, v = tensors(draw, of, (batch, heads, len_q), (batch, of.heads_kv, len_k))
     options = options_of(draw, of, batch * [len_k])
     if draw.random() < 0.2:
         options["q_start"] = draw.choice((0, len_k // 2, len_k, 7 - len_q))
@@ -141,7 +150,7 @@ def decoding(draw: random.Random, device: torch.device) -> Problem:
     of, batch = form(draw), draw.choice((1, 2, 3, 9))
     heads = of.heads_kv * of.group
     [(len_q, room)] = lengths(draw, device, batch * heads, TOKENS, KEYS, 1)
-    numbers, q, k, v = tensors(draw, of, (batch, heads, len_q), (batch, of.heads_kv, room), 2)
+    numbers, q, k, v = tensors(draw, of, (batch, heads, len_q), (batch, of.heads_kv, room))
     lens = [draw.choice((room, room // 3, draw.randrange(room + 1))) for _ in range(batch)]
     options = options_of(draw, of, lens) | {"kv_lens": torch.tensor(lens, dtype=torch.int32)}
     case = Case(q, k, v, **options, seed=of.seed, note=f"{numbers} numbers")
@@ -159,7 +168,7 @@ def packed(draw: random.Random, device: torch.device) -> Problem:
     rows, keys = zip(*drawn, strict=True)
     covered_by_none = draw.choice((0, 0, 3)) if device.type == "cuda" else 0
     shape_q = (sum(rows) + covered_by_none, of.heads_kv * of.group)
-    numbers, q, k, v = tensors(draw, of, shape_q, (sum(keys), of.heads_kv), 0)
+    numbers, q, k, v = tensors(draw, of, shape_q, (sum(keys), of.heads_kv))
     cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (rows, keys))
     options = options_of(draw, of, keys)
     promised = {"max_seqlen_q": max(rows) + draw.choice((0, 3)), "max_seqlen_k": max(keys) + draw.choice((0, 77))}

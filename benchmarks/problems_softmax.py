@@ -26,6 +26,8 @@ NUMBERS = ("normal", "normal", "large", "one large", "ascending", "rows of -inf"
 
 @dataclass(frozen=True)
 class SoftmaxCase:
+    """A tensor, and the dimension that sums to 1."""
+
     x: Tensor
     dim: int
     seed: int

@@ -179,7 +179,7 @@ def replace_sdpa() -> Iterator[Report]:
 
     What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as most models do) is served. Not:
     - a name bound before (`from torch.nn.functional import scaled_dot_product_attention`);
-    - compiled code, which keeps what it was compiled with: torch's from before, ours from inside, afterwards too;
+    - compiled code, which may keep what it was compiled with: torch's from before, ours from inside, afterwards too;
     - torch's MultiheadAttention where it is asked for weights, as it is by default (pass need_weights=False), and it
       and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.

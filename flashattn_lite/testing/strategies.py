@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_lite.testing.case import Case, PackedCase
-from flashattn_lite.testing.tensors import LAYOUTS, NUMBERS, lay_out, make_mask, make_numbers, move, poison_unseen
+from flashattn_lite.testing.tensors import (
+    LAYOUTS,
+    NUMBERS,
+    lay_out,
+    make_mask,
+    make_numbers,
+    make_packed_numbers,
+    move,
+    poison_unseen,
+)
 
 # What a problem may use. "strides": anything but contiguous tensors; "hostile": numbers that break careless softmaxes;
 # "poison": NaN and inf in keys that no row sees; "lse", "gradients": what laws may ask for.
@@ -108,18 +117,18 @@ def packed_cases(
     heads_q = heads_kv * (draw(st.integers(1, max_heads)) if "gqa" in features else 1)
     lens = [[draw(_length(max_len)) for _ in range(batch)] for _ in range(2)]
     dim, dim_v, dtype = draw(_dim(max_dim)), draw(_dim(max_dim)), draw(st.sampled_from(tuple(dtypes)))
+    numbers = draw(st.sampled_from(NUMBERS)) if "hostile" in features else "normal"
     options = draw(_options(frozenset(features), max_len, max_len))
     layouts = [draw(st.sampled_from(LAYOUTS)) if "strides" in features else LAYOUTS[0] for _ in range(3)]
 
     rng = torch.Generator().manual_seed(seed)
     shapes = ((sum(lens[0]), heads_q, dim), (sum(lens[1]), heads_kv, dim), (sum(lens[1]), heads_kv, dim_v))
-    q, k, v = (
-        lay_out(torch.randn(shape, generator=rng).to(dtype), layout)
-        for shape, layout in zip(shapes, layouts, strict=True)
-    )
+    q, k, v = (torch.randn(shape, generator=rng) for shape in shapes)
+    q, k, v = make_packed_numbers(numbers, q, k, v, dtype, rng)
+    q, k, v = (lay_out(x.to(dtype), layout) for x, layout in zip((q, k, v), layouts, strict=True))
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in lens)
     options |= _drawn_tensors(options, heads_q, lens[1], dtype, rng)
-    return move(PackedCase(q, k, v, cu_q, cu_k, **options, seed=seed, note="normal numbers"), torch.device(device))
+    return move(PackedCase(q, k, v, cu_q, cu_k, **options, seed=seed, note=f"{numbers} numbers"), torch.device(device))
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------

@@ -40,6 +40,15 @@ def make_numbers(
     return q, k, v
 
 
+def make_packed_numbers(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`make_numbers` of packed sequences [total, H, D]: an outlier is one key of all heads, of one sequence."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    q, k, v = (x[0].transpose(0, 1) for x in make_numbers(kind, q, k, v, dtype, rng))
+    return q, k, v
+
+
 def make_mask(plan: dict[str, Any], full: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
     """A mask broadcastable to `full`; of its rows about one in eight sees nothing."""
     shape = [size if kept else 1 for size, kept in zip(full, plan["full"], strict=True)]

@@ -75,6 +75,8 @@ class Report:
         if rest := self.calls - sum(count for _, count in often[:SHOWN]):
             lines.append(f"  {rest} of other shapes")
         lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
+        if len(lines) == 1:
+            lines.append("  nothing looked it up; who does not: help(flashattn_lite.replace_sdpa)")
         return "\n".join(lines)
 
     def _ran(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import pickle
 import threading
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import flashattn_lite as fa
-from flashattn_lite import replace
 from flashattn_lite.target import interpreting
 
 TORCHS = F.scaled_dot_product_attention
@@ -52,26 +49,6 @@ def test_torchs_comes_back_where_the_code_inside_fails():
     assert F.scaled_dot_product_attention is TORCHS
 
 
-def test_the_report_says_what_ran_by_which_backend():
-    q, k, v = qkv(2, 4, 6, 8)
-    mask = torch.ones(6, 6, dtype=torch.bool)
-    with fa.replace_sdpa() as report:
-        for _ in range(3):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], attn_mask=mask, enable_gqa=True)
-        F.scaled_dot_product_attention(q.expand(5, 2, 2, 4, 6, 8)[:, 0], k, v)  # no stride has these batch dims
-    backend = fa.explain(q, k, v).backend
-    assert list(report.kinds.values()) == [3, 1, 1] and report.calls == 5
-    assert set(report.backends.values()) == {backend}
-    text = str(report)
-    assert "5 calls of scaled_dot_product_attention, 0 refused" in text
-    shapes = "query (2, 4, 6, 8) key (2, 4, 6, 8) value (2, 4, 6, 8)"
-    assert f"  3 x {backend}: {shapes} float32 on cpu, causal" in text.splitlines()
-    grouped = "query (2, 4, 6, 8) key (2, 2, 6, 8) value (2, 2, 6, 8)"
-    assert f"  1 x {backend}: {grouped} float32 on cpu, mask (6, 6)" in text.splitlines()
-    assert repr(report) == "Report(calls=5, kinds=3, refused=0)"
-
-
 def test_what_ours_refuses_is_refused_not_given_to_torch():
     q, k, v = qkv(1, 2, 4, 8)
     with fa.replace_sdpa() as report:
@@ -83,19 +60,6 @@ def test_what_ours_refuses_is_refused_not_given_to_torch():
     assert [text.split(":")[0] for text in report.refused] == ["dropout_p", "key"]
     assert "0 calls of scaled_dot_product_attention, 2 refused" in str(report)
     assert "  1 x refused: dropout_p: " in str(report)
-
-
-def test_a_cache_that_grows_does_not_fill_the_report(monkeypatch):
-    monkeypatch.setattr(replace, "MOST", 3)
-    monkeypatch.setattr(replace, "SHOWN", 2)
-    q, k, _ = qkv(1, 2, 8, 8)
-    with fa.replace_sdpa() as report:
-        for length in (1, 2, 2, 3, 4, 5):
-            F.scaled_dot_product_attention(q, k[:, :, :length], k[:, :, :length])
-    assert (report.calls, len(report.kinds), report.others) == (6, 3, 2)
-    lines = str(report).splitlines()
-    assert lines[0].startswith("6 calls") and lines[1].startswith("  2 x ") and len(lines) == 4
-    assert lines[3] == "  3 of other shapes"
 
 
 def test_contexts_nest_and_each_counts_its_own():
@@ -270,44 +234,3 @@ def test_a_context_that_was_dropped_ends_wherever_it_is_collected():
         del ring
     gc.collect()
     assert F.scaled_dot_product_attention is TORCHS
-
-
-def test_a_report_is_read_while_it_is_written():
-    with fa.replace_sdpa() as report:
-        q = [torch.empty(1, 1, 1, dim) for dim in range(1, 200)]
-        writer = threading.Thread(target=lambda: [report._ran(x, x, x) for x in q])
-        writer.start()
-        while writer.is_alive():
-            assert "calls of scaled_dot_product_attention" in str(report)
-        writer.join()
-    assert report.calls == len(q)
-
-
-def test_a_report_is_copied_and_pickled():
-    with fa.replace_sdpa() as report:
-        F.scaled_dot_product_attention(*qkv(1, 2, 4, 8))
-        for other in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
-            assert str(other) == str(report) and other.kinds is not report.kinds
-        F.scaled_dot_product_attention(*qkv(1, 2, 4, 8))
-    assert (report.calls, other.calls) == (2, 1)
-
-
-def test_symbols_are_counted_and_keep_their_freedom():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    q = torch.randn(2, 2, 6, 8)
-    with fa.replace_sdpa() as report:
-        graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q), tracing_mode="symbolic")(q)
-    assert report.calls == 1 and "under a transform" in str(report)
-    longer = torch.randn(3, 2, 9, 8)
-    torch.testing.assert_close(graph(longer), TORCHS(longer, longer, longer))
-
-
-def test_refusals_of_many_kinds_do_not_fill_the_report(monkeypatch):
-    monkeypatch.setattr(replace, "MOST", 3)
-    q, k, v = qkv(1, 2, 4, 8)
-    with fa.replace_sdpa() as report:
-        for i in range(1, 9):
-            with pytest.raises(NotImplementedError):
-                F.scaled_dot_product_attention(q, k, v, dropout_p=i / 10)
-    assert len(report.refused) == 3

@@ -32,13 +32,14 @@ def softmax(rows: Sequence[Row], out: Path) -> None:
 
 
 def decode(rows: Sequence[Row], out: Path) -> None:
-    """One panel; a group for each batch, number of keys and of query tokens."""
+    """A panel for one token and one for several; a group for each batch, number of keys and of query tokens."""
     shape = lambda row: (
         f"{row['batch']} x {thousands(int(row['len_kv']))}"
         + (f"\n{row['len_q']} tokens" if row["len_q"] != "1" else "")
     )
     heads = lambda row: f"decoding, {row['heads_q']} query heads, {row['heads_kv']} key heads of {row['head_dim']}"
-    draw(rows, out, lambda row: f"{heads(row)}, {row['dtype']}: K and V read", shape)
+    tokens = lambda row: "one token" if row["len_q"] == "1" else "several tokens"
+    draw(rows, out, lambda row: f"{heads(row)}, {row['dtype']}, {tokens(row)}: K and V read", shape)
 
 
 def draw(rows: Sequence[Row], out: Path, title: Callable[[Row], str], shape: Callable[[Row], str]) -> None:

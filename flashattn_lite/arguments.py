@@ -153,8 +153,11 @@ def check_options(
             continue
         remedy = f"Pass a number, or None for {default}."
         if not is_number(x):
-            one = isinstance(x, Tensor) and x.numel() == 1
-            raise type_error(name, "must be a float or None", x, f"Pass {name}.item()." if one else remedy)
+            if isinstance(x, Tensor) and x.numel() == 1:
+                remedy = f"Pass {name}.item()."
+                if x.requires_grad and name == "scale":
+                    remedy = "It would get no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."
+            raise type_error(name, "must be a float or None", x, remedy)
         if not -math.inf < x < math.inf:
             raise value_error(name, "must be finite", x, remedy)
         if not isinstance(x, SYMBOLS) and abs(plain(x)) > FLOAT32.max / 2:  # kernels take it in units of log2

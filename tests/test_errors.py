@@ -125,7 +125,8 @@ REFUSED = {
     "sdpa nested": (sdpa(query=NESTED), TypeError,
                     "query: must be a dense strided tensor; got a nested tensor, float32, on cpu."),
     "sdpa scale that learns": (sdpa(scale=torch.nn.Parameter(torch.tensor(0.5))), TypeError,
-                               "scale: must be a float or None; got a tensor of shape (), float32, on cpu."),
+                               "scale: must be a float or None; got a tensor of shape (), float32, on cpu. It would get "
+                               "no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."),
     "sdpa scale of one": (sdpa(scale=torch.tensor([0.5])), TypeError, "scale: must be a float or None; got a tensor of"),
     "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
     "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,

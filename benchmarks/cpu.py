@@ -1,11 +1,17 @@
-"""Attention on the CPU, ours and torch's, interleaved in one process: `python -m benchmarks.cpu [--csv PATH]`."""
+"""Attention on the CPU, ours and torch's, interleaved in one process: `python -m benchmarks.cpu [--csv PATH]`.
+
+`--beside N`: while N other processes multiply matrices with as many threads as there are cores.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,16 +93,35 @@ def measure_all(shapes: list[tuple[int, int, int, int]]) -> Iterator[dict[str, o
                 }  # fmt: skip
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Inside, so many other processes, which it gives, keep the cores busy."""
+    code = "import torch; x = torch.randn(400, 400); print(flush=True)\nwhile True: x @ x"
+    others = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(processes)]
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline(), "a process ended before it was busy"
+        yield others
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--csv", type=Path, nargs="?", const=results_of("cpu") / "attention.csv", help="write rows there"
     )
     parser.add_argument("--longest", type=int, default=8192, help="leave longer sequences out")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="other processes, busy; not with --csv")
     options = parser.parse_args()
+    if options.beside and options.csv is not None:
+        parser.error("--csv: rows are those of a machine with nothing else to do; got --beside too")
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    rows = list(measure_all([shape for shape in SHAPES if shape[2] <= options.longest]))
+    with busy(options.beside):
+        rows = list(measure_all([shape for shape in SHAPES if shape[2] <= options.longest]))
     if options.csv is not None:
         write_rows(options.csv, rows)
 

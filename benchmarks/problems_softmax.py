@@ -1,7 +1,6 @@
 """Softmax and its statistics drawn by chance, at sizes from a row of one program to one of the whole GPU; their laws.
 
-A problem is a tensor and a dimension; the function under test gives (y, m, l). Bounds are those of eager torch in
-float32, and what exponents in base 2 cost.
+A problem is a tensor and a dimension; the function under test gives (y, m, l).
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 import flashattn_lite as fa
+from benchmarks.bits import assert_same
 from benchmarks.problems_drawn import DTYPES
+from flashattn_lite.testing.softmax import assert_softmax, assert_stats
 from flashattn_lite.testing.tensors import LAYOUTS, lay_out, move
 
 COLUMNS = (1, 7, 64, 100, 512, 1000, 1537, 4096, 5120, 8193, 20_000, 32_768, 50_257, 131_072, 131_073, 2**18 + 1, 2**20)
@@ -74,28 +75,15 @@ def softmax(draw: random.Random, device: torch.device) -> tuple[Softmax, Softmax
 
 
 def is_softmax(attention: Any, case: SoftmaxCase) -> None:
-    """Within twice the error of eager torch in x's dtype, and what base 2 costs; m exact, l within 8 eps."""
-    x, dim = case.x, case.dim
-    y, m, l_i = attention(x, dim)
-    inner = x.double().movedim(dim, -1).contiguous()  # where torch's sum over a row is pairwise
-    top = inner.amax(-1)
-    sums = torch.exp(inner - top.where(top != -math.inf, 0.0).unsqueeze(-1)).sum(-1)
-    want = torch.where(sums.unsqueeze(-1) == 0, 0.0, torch.exp(inner - top.unsqueeze(-1)) / sums.unsqueeze(-1))
-    got, eager = (r.double().movedim(dim, -1) for r in (y, torch.softmax(x, dim)))
-    entropies = torch.special.entr(want)
-    base_2 = 4 * want + entropies + want * entropies.sum(-1, keepdim=True)
-    error = (eager - want).abs().nan_to_num(0.0)
-    bound = 2 * error.amax(-1, keepdim=True) + torch.finfo(x.dtype).eps * base_2
-    bound += torch.finfo(torch.float32).tiny  # below, a GPU's exp2 has none
-    wrong = ~((got - want).abs() <= bound) & ~(got.isnan() & want.isnan())
-    assert not wrong.any(), f"softmax: {int(wrong.sum())} of {wrong.numel()} elements are wrong"
-    assert torch.equal(m.nan_to_num(7.0), top.float().nan_to_num(7.0)), "m is not the largest"
-    torch.testing.assert_close(l_i.double(), sums, rtol=8 * torch.finfo(torch.float32).eps, atol=0, equal_nan=True)
+    """The definition's, and so are the statistics."""
+    y, m, l_i = attention(case.x, case.dim)
+    assert_softmax(y, case.x, case.dim)
+    assert_stats(m, l_i, case.x, case.dim)
 
 
 def repeats_have_the_same_bits(attention: Any, case: SoftmaxCase) -> None:
-    for name, one, other in zip("yml", attention(case.x, case.dim), attention(case.x, case.dim), strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), f"{name} is another the second time"
+    """Twice the same call, twice the same bits."""
+    assert_same(attention(case.x, case.dim), attention(case.x, case.dim), "again")
 
 
 def other_rows_are_irrelevant(attention: Any, case: SoftmaxCase) -> None:
@@ -105,6 +93,8 @@ def other_rows_are_irrelevant(attention: Any, case: SoftmaxCase) -> None:
     memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage().clone())
     alone = memory.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(math.nan)
     alone.movedim(dim, -1)[at] = x.movedim(dim, -1)[at]
-    for name, among, by_itself in zip("yml", attention(x, dim), attention(alone, dim), strict=True):
-        one, other = (r.movedim(dim, -1)[at] if name == "y" else r[at] for r in (among, by_itself))
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), f"{name} of row {at} among rows of NaN differs"
+
+    def row(y: Tensor, m: Tensor, l_i: Tensor) -> tuple[Tensor, ...]:
+        return y.movedim(dim, -1)[at], m[at], l_i[at]
+
+    assert_same(row(*attention(alone, dim)), row(*attention(x, dim)), f"row {at} among rows of NaN")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -295,11 +296,12 @@ def _no_jvp(*_: Any) -> Any:
 
 operators.derive(_softmax_op, _softmax_setup, _softmax_backward, _no_jvp)
 operators.derive(_stats_op, _stats_setup, _stats_backward, _no_jvp)
-torch.library.register_vmap(
-    _softmax_op,
-    lambda info, in_dims, x, dim: (_softmax_op(x.movedim(in_dims[0], 0), _from_front(dim, x.dim() - 1) + 1), 0),
-)
-torch.library.register_vmap(
-    _stats_op,
-    lambda info, in_dims, x, dim: (_stats_op(x.movedim(in_dims[0], 0), _from_front(dim, x.dim() - 1) + 1), (0, 0)),
-)
+
+
+def _batched(op: Any, out_dims: Any, _: Any, in_dims: Any, x: Tensor, dim: int) -> Any:
+    """An op's rule under torch.vmap: one call, of a tensor with one dimension more."""
+    return op(x.movedim(in_dims[0], 0), _from_front(dim, x.dim() - 1) + 1), out_dims
+
+
+torch.library.register_vmap(_softmax_op, functools.partial(_batched, _softmax_op, 0))
+torch.library.register_vmap(_stats_op, functools.partial(_batched, _stats_op, (0, 0)))

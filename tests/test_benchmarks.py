@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     attention,
     backward,
+    cpu,
     decode,
     decode_mixed,
     host_time,
@@ -250,3 +251,9 @@ def test_a_result_is_checked_outside_of_its_providers_setting(monkeypatch):
     qkv = [torch.randn(2, 2, 16, 8) for _ in range(3)]
     found = host_time.subjects({"ours": providers.Provider(call, setting)}, qkv, True, absent)
     assert [subject.name for subject in found] == ["ours"] and not absent
+
+
+def test_busy_processes_end_with_what_they_are_for():
+    with cpu.busy(1) as others:
+        assert [other.poll() for other in others] == [None]
+    assert all(other.poll() for other in others)

@@ -160,6 +160,9 @@ def attention_forward(
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
         largest = max(query, value, key=lambda x: x.shape[-1])
         raise not_implemented("query", f"head dims go up to {MAX_HEAD_DIM}", largest, OTHER_IMPLEMENTATION)
+    if cu_seq_lens_q is not None and query.shape[0] != 1:
+        remedy = "Pack the sequences into one row, or pad them to a batch and leave these out."
+        raise not_implemented("cu_seq_lens_q", "packed sequences must come in a batch of one", query, remedy)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
@@ -172,16 +175,9 @@ def attention_forward(
         attention_mask = attention_mask[..., : key.shape[2]]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if query.shape[0] != 1:
-            remedy = "Pack the sequences into one row, or pad them to a batch and leave these out."
-            raise not_implemented("cu_seq_lens_q", "packed sequences must come in a batch of one", query, remedy)
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
         if attention_mask is None and position_bias is None and query.shape[2] == key.shape[2]:
-            left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
-            longest = {f"max_seqlen_{x}": n for x in "qk" if isinstance(n := others.get(f"max_length_{x}"), int)}
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            options |= {"causal": causal, "window": (left, None), **longest}
-            return attention_varlen(q, k, v, *cu_seqlens, **options).unsqueeze(0), None  # type: ignore[union-attr]
+            return packed_forward(query, key, value, cu_seqlens, {"causal": causal, **options}, others), None
         attention_mask = kept_apart(attention_mask, *cu_seqlens, query.shape[2], key.shape[2])
     out = attention(
         query,
@@ -196,16 +192,26 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor:
+def packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict[str, Any], others: Any
+) -> Tensor:
+    """(1, L, Hq, Dv) of sequences that no mask keeps apart, nor hides what lies before a window."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
+    longest = {f"max_seqlen_{x}": n for x in "qk" if isinstance(n := others.get(f"max_length_{x}"), int)}
+    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, None), **options, **longest})
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)
+
+
+def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor | None:
     """A mask, or none, that hides the keys of other packed sequences too."""
     of_q, of_k = (
         torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
         for cu, n in ((cu_q, len_q), (cu_k, len_k))
     )
     same = of_q.unsqueeze(1) == of_k
-    if mask is None or mask.dtype == torch.bool:
-        return same if mask is None else mask & same
-    return mask.masked_fill(~same, float("-inf"))
+    return mask & same if mask is not None and mask.dtype == torch.bool else biased(same, mask)
 
 
 def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

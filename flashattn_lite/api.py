@@ -245,7 +245,12 @@ def _merge_two(acc_a: Tensor, lse_a: Tensor, acc_b: Tensor, lse_b: Tensor, packe
     lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse + origin))  # the identity, to the last bit
     weight_a, weight_b = (_rows(alpha * inv_l, packed) for alpha in (alpha_a, alpha_b))
     acc_b = torch.where(_rows(empty_b, packed), 0.0, acc_b.to(acc_a.dtype))
-    return acc_a * weight_a + acc_b * weight_b, lse
+    return _weigh(acc_a, weight_a) + _weigh(acc_b, weight_b), lse
+
+
+def _weigh(acc: Tensor, weight: Tensor) -> Tensor:
+    """acc * weight, but an infinity stays one where its weight is too small for a float, as in attention over all."""
+    return torch.where(acc.abs() < torch.inf, acc * weight, acc)
 
 
 def _rows(per_row: Tensor, packed: bool) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
 SMALL = 2.0**-120  # a scale of less may be 0 in float32, or in units of log2
+NO_CAP = 2.0**-126  # scale / softcap of less may be 0 in float32; the cap leaves products below 2^115 as they are there
 UNPROMISED = 17  # rows that packed sequences are taken to have where nobody promises fewer: more than are few anywhere
-FAR = 2**30  # a diagonal further out than any tensor; clamped there so that row + diagonal fits in int32
+FAR = 2**30  # diagonals are clamped there, so that row + diagonal fits in int32; nor may a sequence be as long
 
 
 class Inputs(NamedTuple):
@@ -94,6 +95,14 @@ class AttentionProblem:
         return max(last - first, 0)
 
 
+def too_long(problem: AttentionProblem) -> list[str]:
+    """Why int32 does not hold a row plus a diagonal; empty if it does."""
+    if max(problem.len_q, problem.len_k) < FAR:
+        return []
+    lengths = f"these are {problem.len_q} and {problem.len_k}"
+    return [f"it counts fewer than {FAR} queries and keys of a sequence; {lengths}"]
+
+
 def clamp_diagonal(diagonal: int) -> int:
     if isinstance(diagonal, torch.SymInt):  # which a compiler may not know yet
         return torch.sym_max(-FAR, torch.sym_min(FAR, diagonal))
@@ -129,6 +138,8 @@ def describe(
     start, head_dim = 0 if q_start is None else q_start, q.shape[-1]
     if scale is None:  # no number is made of a compiler's symbol, which would tie what it compiled to one head dim
         scale = 1 / math.sqrt(max(head_dim, 1)) if type(head_dim) is int else 1.0
+    if softcap is not None and abs(scale) < NO_CAP * softcap:
+        softcap = None
     mask_kind = "" if inputs.mask is None else ("bool" if inputs.mask.dtype == torch.bool else "float")
     features = Features(
         left=left,

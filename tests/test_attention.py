@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 
 import pytest
@@ -73,6 +73,19 @@ def test_a_scale_far_from_its_softcap(device, dtype, backend, scale, softcap):
         close(fa.attention_decode(q, k, v, lens, causal=False, **options), expected, eps=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_a_cap_that_float32_cannot_divide_the_scale_by(device, backend):
+    """scale / softcap is 0 there; the cap is far above all scores, so that they stay as they are."""
+    q, k, v = qkv(device, 5, 48)
+    q[..., 0], k[..., 0] = 1e5, torch.linspace(-1e5, 1e5, 48, device=device)
+    options = {"scale": 1e-8, "softcap": 1e38}
+    expected, exact = attention_reference(*(x.double() for x in (q, k, v)), return_lse=True, **options)
+    out, lse = fa.attention(q, k, v, return_lse=True, backend=backend, **options)
+    close(out, expected, 1e-5)
+    close(lse, exact, 1e-5)
+    assert exact.max() > 90
+
+
 @pytest.mark.parametrize("growth", [0.5, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_that_grow_from_tile_to_tile(device, growth, dtype):
@@ -82,6 +95,19 @@ def test_scores_that_grow_from_tile_to_tile(device, growth, dtype):
     k[..., 0] = torch.arange(700, device=device) / 700 * growth * 4  # scale is 1/4
     matches_oracle(fa.attention, Case(q, k, v))
     matches_oracle(fa.attention, Case(q, k.flip(2), v, causal=True))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1 / 2), (1 / 2, 1), (1 / 4, 1), (0, 7 / 8)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_below_float32_set_no_reference(device, dtype, causal, first, last):
+    """Products that overflow to -inf are weights of 0: a row that begins with a tile of them still sees the others."""
+    for len_q, len_k, backend in ((9, 64, "auto"), (200, 512, "auto"), (200, 1024, "triton")):
+        if len_k == 64 or device.type == "cuda":
+            q, k, v = qkv(device, len_q, len_k, dtype=dtype)
+            q[..., 0], k[..., 0] = 1e20, 0
+            k[:, :, int(first * len_k) : int(last * len_k), 0] = -1e20
+            matches_oracle(functools.partial(fa.attention, backend=backend), Case(q, k, v, causal=causal))
 
 
 @pytest.mark.parametrize("size", [1e3, 1e10, 1e17])
@@ -167,46 +193,6 @@ def test_packed(device, options):
     close(with_limits, expected)
 
 
-@pytest.mark.parametrize("heads", [1, 5])
-def test_merge_of_parts_is_the_whole(device, heads):
-    q, k, v = qkv(device, 5, 60, heads=heads)
-    cuts = [0, 1, 1, 40, 60]
-    parts = [fa.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in itertools.pairwise(cuts)]
-    out, lse = fa.merge_attention(parts)
-    whole, exact = fa.attention(q, k, v, return_lse=True)
-    close(out, whole)
-    close(lse, exact)
-    one, same = fa.merge_attention([parts[1], parts[0], parts[1]])  # parts[1] is empty: the identity, to the last bit
-    assert torch.equal(one, parts[0][0])
-    assert torch.equal(same, parts[0][1])
-
-
-@pytest.mark.parametrize("total", [5, 3], ids=["more tokens than heads", "as many tokens as heads"])
-def test_merge_of_packed_parts_is_the_whole(device, total):
-    """lse is (heads, total) there, also where that could be read the other way round."""
-    q, k, v = (randn(device, rows, 3, 8, seed=rows) for rows in (total, 9, 9))
-    cu_q, *cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, total], [0, 1, 4], [0, 3, 5]))
-    whose = [[0, 4, 5, 6], [1, 2, 3, 7, 8]]  # keys of both sequences in each part: four and five
-    parts = [
-        fa.attention_varlen(q, k[at], v[at], cu_q, cu, return_lse=True) for at, cu in zip(whose, cu_k, strict=True)
-    ]
-    out, lse = fa.merge_attention(parts)
-    whole, exact = fa.attention_varlen(q, k, v, cu_q, cu_k[0] + cu_k[1], return_lse=True)
-    close(out, whole)
-    close(lse, exact)
-
-
-@pytest.mark.parametrize("far", [-3.4e38, -2.5e38, 2.5e38, 3.4e38])
-def test_merge_of_parts_whose_lse_is_near_the_end_of_float32(device, far):
-    """A mask of float32's lowest number, say: in log2 units they would be infinite."""
-    out = torch.tensor([[1.0], [3.0], [5.0]], device=device).view(3, 1, 1, 1, 1)
-    lse = torch.tensor([far, far, -far], device=device).view(3, 1, 1, 1)
-    merged, merged_lse = fa.merge_attention([(out[0], lse[0]), (out[1], lse[1])])
-    assert (merged.item(), merged_lse.item()) == (2.0, lse[0].item())
-    merged, merged_lse = fa.merge_attention([(out[0], lse[0]), (out[2], lse[2])])
-    assert (merged.item(), merged_lse.item()) == (out[0 if far > 0 else 2].item(), abs(lse[0].item()))
-
-
 def test_a_length_past_the_keys_counts_as_all(device):
     """In the definition and in every backend: where the last query stands follows from the clamped length."""
     q, k, v = qkv(device, 5, 12, batch=2)
@@ -214,15 +200,6 @@ def test_a_length_past_the_keys_counts_as_all(device):
     want = attention_reference(q.double(), k.double(), v.double(), causal=True, kv_lens=lens.clamp(0, 12))
     close(attention_reference(q.double(), k.double(), v.double(), causal=True, kv_lens=lens), want)
     close(fa.attention(q, k, v, causal=True, kv_lens=lens), want)
-
-
-def test_merged_parts_share_no_memory(device):
-    q, k, v = qkv(device, 3, 4)
-    out, lse = fa.attention(q, k, v, return_lse=True)
-    merged, merged_lse = fa.merge_attention([(out, lse)])
-    assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
-    merged_lse.zero_(), merged.zero_()
-    assert lse.any() and out.any()
 
 
 def test_finite_masks_stay_finite(device):

@@ -114,7 +114,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
         s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F, T)
         s = tl.where(exact == 1, s * scale, s)
         scale = tl.where(exact == 1, 1.0, scale)
-        fixed = (exact == 0) & (i >= visit[1])
+        fixed = (exact == 0) & (i >= visit[1]) & (m_i != EMPTY_M)  # at a reference of -inf nothing stays
         m_new = tl.where(fixed, m_i, tl.maximum(m_i, row_maximum(s, scale, F)))
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)

@@ -18,7 +18,8 @@ LAYOUTS = (
     "every other element",
     "padded entries",  # of the first dimension
 )
-NUMBERS = ("normal", "large logits", "extreme", "subnormal", "constant rows", "one outlier", "one NaN query")
+HIDDEN = "scores below float32"  # for a scale above 0
+NUMBERS = ("normal", "large logits", "extreme", "subnormal", "constant rows", "one outlier", "one NaN query", HIDDEN)
 
 
 def make_numbers(
@@ -37,6 +38,11 @@ def make_numbers(
         k[:, :, int(torch.randint(0, k.shape[2], (), generator=rng))] *= 100
     if kind == "one NaN query" and q.numel():
         q[:, -1, int(torch.randint(0, q.shape[2], (), generator=rng)), 0] = math.nan
+    if kind == HIDDEN and k.numel():
+        # A run of keys whose products float32 takes for -inf, as far as the dtype has such numbers.
+        far = min(1e20, torch.finfo(dtype).max)
+        first, last = sorted(torch.randint(0, k.shape[2] + 1, (2,), generator=rng).tolist())
+        q[..., 0], k[..., 0], k[:, :, first:last, 0] = far, 0, -far
     return q, k, v
 
 

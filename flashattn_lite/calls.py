@@ -22,6 +22,7 @@ OPTIONS = (  # as the op's schema has them
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
 PLAIN = (type(None), bool, int, float, str)
+ORDINARY = (Tensor, torch.nn.Parameter)  # exactly: what derives from them may compute otherwise
 
 Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
 
@@ -162,10 +163,10 @@ def recorded(tensors: tuple[Any, ...]) -> bool:
 
 
 def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-    """Ordinary dense tensors and numbers, of exactly these types, and no compiler, mode or transform looks on."""
+    """Ordinary dense tensors, a model's parameters too, and numbers, and no compiler, mode or transform looks on."""
     if torch.compiler.is_compiling():
         return False
-    dense = all(x is None or (type(x) is Tensor and dense_and_real(x)) for x in tensors)
+    dense = all(x is None or (type(x) in ORDINARY and dense_and_real(x)) for x in tensors)
     return dense and all(type(x) in PLAIN for x in options) and not watched()
 
 

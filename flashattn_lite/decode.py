@@ -13,7 +13,7 @@ from torch import Tensor
 from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators, tiled
 from flashattn_lite import target as targets
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
-from flashattn_lite.scalars import as_int
+from flashattn_lite.scalars import as_int64
 from flashattn_lite.target import Target
 
 Run = Callable[[Inputs, Tensor | None, Tensor, Tensor], None]
@@ -51,7 +51,7 @@ class Tiled:
     name = "tiled"
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        return []
+        return tiled.why_not(problem)
 
     def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
         return tiled.tile_of(problem)
@@ -317,6 +317,6 @@ def _checked(
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
     arguments.check_sinks(sinks, q)
     dispatch.check_backend(backend, BACKENDS)
-    left, right = map(as_int, window or (None, None))
+    left, right = map(as_int64, window or (None, None))
     scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
     return causal, left, right, scale, softcap

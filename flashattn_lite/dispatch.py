@@ -109,7 +109,7 @@ class Tiled:
     name = "tiled"
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        return []
+        return tiled.why_not(problem)
 
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         return tiled.tile_of(problem)

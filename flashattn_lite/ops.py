@@ -12,7 +12,7 @@ from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import UNPROMISED, Inputs
-from flashattn_lite.scalars import as_int
+from flashattn_lite.scalars import as_int64
 
 INTEGERS = ("q_start", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k")
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
@@ -74,10 +74,9 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
-    for name in INTEGERS:  # its 64-bit integers; the kernels clamp much earlier
+    for name in INTEGERS:
         at = NUM_TENSORS + OPTION_NAMES.index(name)
-        whole = as_int(given[at])
-        given[at] = max(-(2**62), min(2**62, whole)) if isinstance(whole, int) else whole
+        given[at] = as_int64(given[at])
     args = tuple(given)  # a kernel would take an int for another type of argument
     if not calls.ordinary(args):
         flops.teach()

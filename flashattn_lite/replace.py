@@ -93,7 +93,7 @@ class Report:
         transformed = calls.watched() or type(query) not in (Tensor, torch.nn.Parameter)
         kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal, transformed)
         backend = "under a transform"
-        if not transformed and kind not in self.backends:
+        if not transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with self._lock:
             if kind in self.kinds:

@@ -37,3 +37,9 @@ def negative(x: Any) -> bool:
 def as_int(x: Any) -> Any:
     """An integer of any kind as Python's; what else it is (None, a compiler's symbol) as it is."""
     return int(x) if isinstance(x, Integral) else x
+
+
+def as_int64(x: Any) -> Any:
+    """`as_int`, kept in an op's 64 bits; what is further out is as far as can be, and kernels clamp much earlier."""
+    whole = as_int(x)
+    return max(-(2**62), min(2**62, whole)) if isinstance(whole, int) else whole

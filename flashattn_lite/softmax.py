@@ -11,7 +11,7 @@ from torch import Tensor
 from flashattn_lite import operators, softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
-from flashattn_lite.calls import remember, watched
+from flashattn_lite.calls import dense_and_real, remember, watched
 from flashattn_lite.errors import show, type_error, value_error
 from flashattn_lite.scalars import as_int, is_int
 
@@ -144,7 +144,7 @@ _ready: dict[tuple[Any, ...], Any] = {}  # by metadata: what starts a call again
 
 def _recall(op: str, x: Tensor, dim: int) -> Any:
     """What starts this call without checks, plan or dispatcher, if nothing else has to see it; from the second on."""
-    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or x.layout is not torch.strided or x.is_neg():
+    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not dense_and_real(x):
         return None
     if watched() or (x.requires_grad and torch.is_grad_enabled()):
         return None

@@ -18,11 +18,16 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import state
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.products import ALIGN, add_product_, operand, product
 from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
+
+
+def why_not(problem: AttentionProblem) -> list[str]:
+    """Reasons why the tiled path can't take a problem: diagonals are clamped for the kernels, here too."""
+    return too_long(problem) if problem.features.left or problem.features.right else []
 
 
 def tile_of(problem: AttentionProblem, len_q: int | None = None, len_k: int | None = None) -> TileShape:

@@ -257,3 +257,25 @@ def test_a_trace_sees_the_op():
     traced = torch.jit.trace(lambda q: fa.attention(q, q, q, causal=True), x)
     assert "flashattn_lite::attention" in str(traced.graph)
     assert torch.equal(traced(y), fa.attention(y, y, y, causal=True))
+
+
+def test_a_models_parameters_are_ordinary():
+    """Sinks and biases are: an op would cost each call of such a model 60 us of Python."""
+    q, k, v = qkv()
+    sinks, bias = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(7, 7))
+    seen = []
+
+    class Listen(torch.nn.Parameter):  # what derives from one may compute otherwise
+        pass
+
+    def ordinary(*tensors):
+        args = (q, k, v, *tensors, None, None, None, *[None] * len(calls.OPTION_NAMES), "auto")
+        seen.append(calls.ordinary(args))
+
+    ordinary(bias, sinks), ordinary(bias, Listen(torch.randn(4)))
+    assert seen == [True, False]
+    want = fa.attention(q, k, v, mask=bias.detach(), sinks=sinks.detach())
+    with torch.no_grad():
+        assert torch.equal(fa.attention(q, k, v, mask=bias, sinks=sinks), want)
+    fa.attention(q, k, v, mask=bias, sinks=sinks).sum().backward()
+    assert bias.grad is not None and sinks.grad is not None

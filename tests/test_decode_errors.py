@@ -97,3 +97,25 @@ def test_explain_says_what_runs_and_why_not():
     assert "tiled on cpu" in str(explanation)
     with pytest.raises(ValueError, match="scale: must be finite"):
         fa.explain_decode(Q, K, V, LENS, scale=float("nan"))
+
+
+@pytest.mark.parametrize("far", [2**31, 2**63, 2**70])
+def test_a_window_beyond_any_integer_type_is_unbounded(far):
+    """Recorded too, where the op's schema has 64 bits."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 1, 8, requires_grad=True), torch.randn(1, 2, 20, 8)
+    lens = torch.tensor([17], dtype=torch.int32)
+    want = fa.attention_decode(q, k, k, lens)
+    assert torch.equal(fa.attention_decode(q, k, k, lens, window=(far, 0)), want)
+    assert torch.equal(fa.attention_decode(q.detach(), k, k, lens, window=(far, far)), want)
+
+
+def test_diagonals_past_where_they_are_clamped_are_refused():
+    """They would hide keys, or show them, and nothing would say so. Without diagonals any length is taken."""
+    q, k = torch.empty(1).expand(1, 1, 1, 16), torch.empty(1).expand(1, 1, 2**30, 16)
+    text = "tiled: it counts fewer than 1073741824 queries and keys of a sequence; these are 1 and 1073741824"
+    with pytest.raises(NotImplementedError, match=text):
+        fa.attention(q, k, k, causal=True)
+    with pytest.raises(NotImplementedError, match=text):
+        fa.attention_decode(q, k, k, torch.tensor([3], dtype=torch.int32))
+    assert fa.explain(q, k, k, backend="tiled").backend == "tiled"

@@ -169,3 +169,14 @@ def test_the_launcher_of_this_triton_is_found(backend, monkeypatch):
     assert isinstance(ready.run.start.launcher, descriptors.Launcher)
     for qkv, out in zip(inputs, first, strict=True):
         assert torch.equal(fa.attention(*qkv, causal=True, backend=backend), out)
+
+
+def test_a_launch_that_fails_keeps_nothing():
+    """The first one too, whose descriptors all others are copied from."""
+    kept = descriptors.Descriptors(Descriptor(torch.empty(3, 64)))
+    for _ in range(2):
+        x = torch.empty(3, 64)
+        there = weakref.ref(x)
+        kept.lend(x)  # and nobody takes it back
+        del x
+        assert there() is None

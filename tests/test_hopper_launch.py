@@ -13,7 +13,14 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.offline import GPUS, attention_problem  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_hopper_launch, merge_launch, start, uncovered  # noqa: E402
+from flashattn_lite.kernels import (  # noqa: E402
+    attention_hopper_launch,
+    attention_launch,
+    decode_launch,
+    merge_launch,
+    start,
+    uncovered,
+)
 from flashattn_lite.problem import Inputs, describe  # noqa: E402
 from flashattn_lite.state import LOG2E  # noqa: E402
 
@@ -138,3 +145,16 @@ def test_more_row_tiles_than_a_message_tells_of_are_refused():
     assert not attention_hopper_launch.why_not(problem, inputs)
     many = dataclasses.replace(problem, batch=1 << 25)
     assert "row" in attention_hopper_launch.why_not(many, inputs)[0]
+
+
+@pytest.mark.parametrize("lengths", [(1, 2**30), (2**30, 1), (1, 2**31)])
+def test_sequences_past_what_int32_counts_are_refused(lengths):
+    """A row plus a diagonal would wrap around there, and nothing would show it."""
+    q, k = (torch.empty(1).half().expand(1, 1, length, 16) for length in lengths)
+    inputs = Inputs(q, k, k)
+    none = dict.fromkeys(("q_start", "window_left", "window_right", "scale", "softcap"))
+    problem = describe(inputs, causal=False, **none)
+    text = f"it counts fewer than {2**30} queries and keys of a sequence; these are {lengths[0]} and {lengths[1]}"
+    assert text in attention_hopper_launch.why_not(problem, inputs)
+    for launch in (attention_launch, decode_launch):
+        assert launch.why_not(problem, targets.Target("cuda", 90, "sm_90")) == [text]

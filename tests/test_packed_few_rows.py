@@ -236,3 +236,15 @@ def test_repeats_in_a_graph_with_other_tables():
             dense = (x[start:end].transpose(0, 1)[None].float() for x in (case.k, case.v))
             expected = fa.attention(case.q[b][None, :, None].float(), *dense)
             torch.testing.assert_close(out[b].float(), expected[0, :, 0], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("keys", "q_start"), [((0, 0), None), ((3, 5), -100)], ids=["no keys", "all are hidden"])
+def test_where_nobody_sees_a_key_no_launch_lacks_the_one_it_waits_for(keys, q_start):
+    """A dependent launch reads the table ahead of its wait: the one before it must have waited for who wrote that."""
+    q, k = torch.zeros(8, 4, 64).half(), torch.zeros(sum(keys), 4, 64).half()
+    inputs = Inputs(q, k, k, cu_seqlens_q=table((1, 7)), cu_seqlens_k=table(keys))
+    problem = describe(inputs, causal=True, q_start=q_start, window_left=None, window_right=None, scale=None,
+                       softcap=None, max_seqlen_q=8, max_seqlen_k=8)  # fmt: skip
+    call = decode_launch.Call(problem, inputs, None, torch.empty(8, 4, 64).half(), torch.empty(4, 8), H100)
+    assert [x.kernel.fn.__name__ for x in call.starters] == ["partial_kernel", "uncovered_kernel"]
+    assert all(x.grid[0] > 0 for x in call.starters) and "launch_pdl" not in call.partial.options

@@ -102,3 +102,14 @@ def test_refusals_of_many_kinds_do_not_fill_the_report(monkeypatch):
             with pytest.raises(NotImplementedError):
                 F.scaled_dot_product_attention(q, k, v, dropout_p=i / 10)
     assert len(report.refused) == 3
+
+
+def test_a_full_report_asks_for_no_more_backends(monkeypatch):
+    """Who calls with ever longer keys would pay for it in every call."""
+    asked = []
+    monkeypatch.setattr(replace, "MOST", 3)
+    monkeypatch.setattr(replace.sdpa, "backend_of", lambda *args: asked.append(args) or "tiled")
+    with fa.replace_sdpa() as report:
+        for length in range(1, 9):
+            F.scaled_dot_product_attention(*qkv(1, 2, length, 8))
+    assert report.calls == 8 and len(asked) == len(report.kinds) == 3

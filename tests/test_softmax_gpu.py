@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import flashattn_lite as fa
 from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from tests.test_softmax_split import hostile
@@ -252,3 +253,15 @@ def test_no_call_waits_for_the_gpu():
         results(x, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_the_short_way_cannot_look_at_meets_the_door():
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], device="cuda")
+    for function in (fa.online_softmax, fa.softmax_stats):
+        with pytest.raises(TypeError, match="nested"):
+            function(nested)
+    x = torch.randn(3, 8, device="cuda", requires_grad=True)
+    y = fa.online_softmax(x)
+    grads = torch.autograd.grad(y, x, torch.eye(24, device="cuda").view(24, 3, 8), is_grads_batched=True)[0]
+    torch.testing.assert_close(grads.view(24, 24), torch.func.jacrev(lambda x: x.softmax(-1))(x.detach()).view(24, 24))

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashattn_lite.kernels import softmax_launch as kernels
+from flashattn_lite.target import Target
 from tests.test_softmax import check_softmax, check_stats
 
 SENTINEL = 7.0
@@ -152,3 +153,16 @@ def test_scores_where_neighbours_come_to_lie_far_apart(device: torch.device, dty
         x[2, 1:] = -sign * top
         check_softmax(x, 1)
         check_stats(x, 1)
+
+
+@pytest.mark.parametrize("op", ["softmax", "stats"])
+@pytest.mark.parametrize("shape", [(64, 512), (64, 4097), (8, 100000), (4, 200000)])
+def test_a_prepared_call_keeps_no_tensor(op: str, shape: tuple[int, int]) -> None:
+    """It would keep a pool of somebody's in use: what `lasting_zeros` is for."""
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    results = (torch.empty_like(x),) if op == "softmax" else tuple(torch.empty(2, shape[0], 1))
+    launches = kernels.plan(x, results, 1, Target("cuda", 90, "H100", multiprocessors=132))
+    assert launches is not None
+    ready = kernels.ReadyTwo(*launches) if len(launches) == 2 else kernels.Ready(launches[0], 1 + len(results))
+    parts = (ready,) if isinstance(ready, kernels.Ready) else (ready.stats, ready.normalise)
+    assert not any(isinstance(kept, torch.Tensor) for part in parts for kept in part.rest)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -102,3 +105,29 @@ def test_cuda_graphs_of_torch_compile(kind, monkeypatch):
         if wants:
             ours, theirs = (torch.autograd.grad(x.float().sum(), given) for x in (out, call(*given)))
             assert all(map(torch.equal, ours, theirs))
+
+
+BEHIND_THE_MAIN_THREAD = """
+import contextlib, threading, torch
+from flashattn_lite.kernels import start
+
+torch.cuda.current_stream, torch.cuda.stream = lambda device: None, lambda stream: contextlib.nullcontext()
+
+def work():
+    threading.main_thread().join()
+    print(start.lasting_zeros(3, torch.int32, torch.device("cpu")).tolist(), flush=True)
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_worker_may_call_when_the_main_thread_has_returned():
+    done = subprocess.run([sys.executable, "-c", BEHIND_THE_MAIN_THREAD], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[0, 0, 0]", done.stderr
+
+
+def test_what_fails_in_the_other_thread_fails_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with pytest.raises(RuntimeError, match="negative"):
+        start.lasting_zeros(-1, torch.int32, torch.device("cpu"))

@@ -44,7 +44,7 @@ from flashattn_lite.kernels.tuning_hopper import (
     pieces_of_v,
 )
 from flashattn_lite.kernels.uncovered import Uncovered
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
 
 LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's leaves acc room for a large V
@@ -56,7 +56,7 @@ REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
 
 def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     """Reasons why this kernel can't take the problem on a Hopper GPU; empty if it can."""
-    reasons = []
+    reasons = too_long(problem)
     if problem.dtype not in LIMITS:
         reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:

@@ -28,10 +28,8 @@ from flashattn_lite.kernels.operands import (
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
-
-VECTOR = 16  # bytes that one load takes at most
 
 
 def shape_of(problem: AttentionProblem, mask: Tensor | None, target: Target, config: TileConfig) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def shape_of(problem: AttentionProblem, mask: Tensor | None, target: Target, con
         "GROUP": problem.group,
         "PRODUCTS": products(problem, target),
         "MASK_ROWS": varies(problem, mask, 2),
-        "MASK_ALIGN": 1 if mask is None else mask_align(problem, mask, VECTOR // mask.element_size()),
+        "MASK_ALIGN": mask_align(problem, mask),
     }
 
 
@@ -70,7 +68,7 @@ def why_not(problem: AttentionProblem, target: Target) -> list[str]:
         )
     if problem.dtype == torch.float64:
         reasons.append("float64 is computed by the tiled path only")
-    return reasons
+    return reasons + too_long(problem)
 
 
 class Call:

@@ -268,9 +268,9 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
 
 
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
-    """Splits of a sequence that fills its cache; none has more."""
+    """Splits of a sequence that fills its cache; none has more. One where nobody sees a key: rows are written too."""
     # Keys count in tiles, and with a window the first may begin before the first key that is seen.
-    tiles = triton.cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left
+    tiles = max(1, triton.cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left)
     of = lambda keys: triton.cdiv(tiles, keys // tile.BLOCK_N)
     return min(tile.LANES, of(tile.SPLIT), max(of(tile.LONG), tile.FEW))
 

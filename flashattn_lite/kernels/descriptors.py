@@ -32,7 +32,7 @@ class Descriptors:
         """Of any tensors with the shapes and strides that all launches have."""
         self.spare: list[list[Any]] = []
         self.take_back(list(descriptors))
-        self.first = self.spare[0]
+        self.first = list(map(copy.copy, descriptors))  # never lent: it would keep what a failed launch had
 
     def lend(self, *bases: Tensor) -> list[Any]:
         """Descriptors of these tensors, whatever thread asks."""

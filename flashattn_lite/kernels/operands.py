@@ -10,6 +10,8 @@ from torch import Tensor
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 
+VECTOR = 16  # bytes that one load takes at most
+
 
 class ScoreArgs(NamedTuple):
     """Run-time values that score features need; None where the feature is off. Travels as one kernel argument."""
@@ -101,15 +103,15 @@ def rows_differ(problem: AttentionProblem, mask: Tensor | None, heads: int) -> b
     return varies(problem, mask, 2) or (heads > 1 and varies(problem, mask, 1))
 
 
-def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int) -> int:
-    """Keys of a mask that one load may take: a power of two up to `most`.
+def mask_align(problem: AttentionProblem, mask: Tensor | None, most: int = VECTOR) -> int:
+    """Keys of a mask that one load may take: a power of two up to `most` and 16 bytes, of which addresses are known.
 
     So many lie side by side, and divide the number of keys and the address of every row. Strides along dimensions of
     one entry count too, as in `steps`.
     """
-    keys = most
     if mask is not None:
         mask, itemsize = expanded_mask(problem, mask), mask.element_size()
+        keys = min(most, VECTOR // itemsize)
         divided = (*mask.stride()[:-1], mask.shape[-1])
         while keys > 1 and mask.stride(-1) == 1:
             if mask.data_ptr() % (keys * itemsize) == 0 and all(step % keys == 0 for step in divided):

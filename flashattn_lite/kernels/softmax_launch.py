@@ -147,15 +147,15 @@ def plan(
         args = (x, y, units, cols // align, *sizes, *x_steps, *y_steps)
         own = {"AHEAD": ahead, "Y_UNIT": y_unit}
         return [Launch(softmax_kernel, grid, args, shape | compares | own | options)]
-    m_parts, l_parts = parts_for(x, units * tile.rows if splits > 1 else 0)
-    counts = counts_for(x, tiles) if splits > 1 else m_parts
     lengths = (units, cols // align, splits, steps)
     stats = parts_for(x, math.prod(d.size for d in dims)) if wants_softmax else results
+    # Of one split the kernel looks at none of these: any address does.
+    parts = (*parts_for(x, units * tile.rows), counts_for(x, tiles)) if splits > 1 else (stats[0],) * 3
     stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
-    args = (x, *stats, m_parts, l_parts, counts, *lengths, *sizes, *x_steps, *stats_strides)
-    parts = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
-    parts["EVEN"] = shape["EVEN"] and (across or tile.rows > 1 or not x_unit)  # else one kernel for all lengths
-    launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | parts | options)]
+    args = (x, *stats, *parts, *lengths, *sizes, *x_steps, *stats_strides)
+    row = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
+    row["EVEN"] = shape["EVEN"] and (across or tile.rows > 1 or not x_unit)  # else one kernel for all lengths
+    launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | row | options)]
     if wants_softmax:
         args = (x, y, *stats, *lengths, *sizes, *x_steps, *y_steps)
         launches.append(Launch(normalise_kernel, (units,), args, shape | {"Y_UNIT": y_unit} | options))
@@ -292,13 +292,15 @@ class Ready:
         known = dict(zip(names, launch.args, strict=False))
         units, splits = known.get("units", 0), known.get("splits", 1)
         fresh = 0  # arguments behind the tensors that each call brings anew
-        self.room: Callable[[Tensor], tuple[Any, ...]] = lambda x: ()
+        self.room: Callable[..., tuple[Any, ...]] = lambda *tensors: ()
         if "epoch" in known:
             unused = 3 - tensors  # of a softmax no sums are stored
-            fresh, self.room = 3 + unused, lambda x: (*(x,) * unused, *room_for(x, units, splits))
+            fresh, self.room = 3 + unused, lambda x, *results: (*(x,) * unused, *room_for(x, units, splits))
         elif splits > 1 and "m_parts_ptr" in known:
             parts = known["m_parts_ptr"].numel()
-            fresh, self.room = 3, lambda x: (*parts_for(x, parts), counts_for(x, units // splits))
+            fresh, self.room = 3, lambda x, *results: (*parts_for(x, parts), counts_for(x, units // splits))
+        elif "m_parts_ptr" in known:
+            fresh, self.room = 3, lambda x, m, l_i: (m, m, m)
         self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
         self.start = Starter(launch.kernel, launch.grid[0], values)
 
@@ -307,7 +309,7 @@ class Ready:
 
     def launch(self, *tensors: Tensor) -> None:
         """On the current device."""
-        self.start((*tensors, *self.room(tensors[0]), *self.rest))
+        self.start((*tensors, *self.room(*tensors), *self.rest))
 
 
 class ReadyTwo:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 import torch
@@ -73,16 +74,20 @@ def lasting_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tenso
     """Zeros to keep from call to call, written in the order of the current stream.
 
     By a thread of their own: what this one allocates may belong to a pool of somebody's, in which nothing may stay
-    (torch.cuda.use_mem_pool, and torch.compile when it warms up for CUDA graphs).
+    (torch.cuda.use_mem_pool, and torch.compile when it warms up for CUDA graphs). Not an executor's, which starts none
+    once the main thread has returned.
     """
-    stream = torch.cuda.current_stream(device)
+    stream, made = torch.cuda.current_stream(device), Future[Tensor]()
 
-    def make() -> Tensor:
-        with torch.cuda.stream(stream):
-            return torch.zeros(count, dtype=dtype, device=device)
+    def make() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                made.set_result(torch.zeros(count, dtype=dtype, device=device))
+        except BaseException as error:
+            made.set_exception(error)
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+    Thread(target=make).start()
+    return made.result()
 
 
 class Address:

@@ -173,7 +173,7 @@ def _check_attention(
 def _recall(tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, Tensor] | None:
     """The result, if the door knows arguments of this kind; nothing has been checked here yet."""
     q, window = tensors[0], rest[2]
-    if torch.compiler.is_compiling() or type(q) is not Tensor or q.is_nested:
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
         return None
     if window is not None and (type(window) is not tuple or len(window) != 2):
         return None

@@ -90,7 +90,7 @@ def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str
         if x.device != q.device:
             raise value_error(name, f"must be on {nq}'s device ({q.device})", x, f"Move it: {name}.to({nq}.device).")
     check_head_dims(q, k, v, names)
-    check_heads(q, k, v, names, axis=rank - 3 if rank == 4 else 1)
+    check_heads(q, k, v, names, axis=1)
 
 
 def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> None:

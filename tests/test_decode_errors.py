@@ -97,6 +97,8 @@ def test_explain_says_what_runs_and_why_not():
     assert "tiled on cpu" in str(explanation)
     with pytest.raises(ValueError, match="scale: must be finite"):
         fa.explain_decode(Q, K, V, LENS, scale=float("nan"))
+    with pytest.raises(TypeError, match="return_lse: must be"):
+        fa.explain_decode(Q, K, V, LENS, return_lse=1)
 
 
 @pytest.mark.parametrize("far", [2**31, 2**63, 2**70])
@@ -119,3 +121,12 @@ def test_diagonals_past_where_they_are_clamped_are_refused():
     with pytest.raises(NotImplementedError, match=text):
         fa.attention_decode(q, k, k, torch.tensor([3], dtype=torch.int32))
     assert fa.explain(q, k, k, backend="tiled").backend == "tiled"
+
+
+def test_an_empty_pool_of_pages():
+    """It serves a table without columns; one with columns names pages that are not there."""
+    none, lens = PAGES_K[:0], torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="at least one page"):
+        fa.attention_decode(Q, none, PAGES_V[:0], lens, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    out = fa.attention_decode(Q, none, PAGES_V[:0], lens, block_table=torch.zeros(2, 0, dtype=torch.int32))
+    assert torch.equal(out, torch.zeros(2, 4, 3, 6))

@@ -13,11 +13,15 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton")
 nvidia = pytest.importorskip("triton.backends.nvidia.driver", reason="this Triton has no NVIDIA backend")
 import flashattn_lite as fa  # noqa: E402
 from flashattn_lite import calls  # noqa: E402
-from flashattn_lite.kernels import descriptors, start  # noqa: E402
+from flashattn_lite.kernels import attention_launch, descriptors, start  # noqa: E402
+from flashattn_lite.kernels.tuning import TileConfig  # noqa: E402
+from flashattn_lite.problem import Inputs, describe  # noqa: E402
+from flashattn_lite.target import Target  # noqa: E402
 
 GRID, STREAM, FIXED = (7, 1, 1), 11, ("function", (4, 1, 0), None, None, None)
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
 TILE = types.SimpleNamespace(BLOCK=64)
+SM90 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 class Descriptor:
@@ -180,3 +184,18 @@ def test_a_launch_that_fails_keeps_nothing():
         kept.lend(x)  # and nobody takes it back
         del x
         assert there() is None
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_both_keys_and_values_must_be_what_the_copy_engine_takes(which):
+    """No GPU makes a descriptor of rows at odd addresses."""
+    whole, odd = torch.zeros(1, 2, 40, 64).half(), torch.zeros(1, 2, 40, 70).half()[..., 1:65]
+    k, v = (odd, whole) if which == "k" else (whole, odd)
+    made = {}
+    for name, inputs in (("whole", Inputs(whole, whole, whole)), ("odd", Inputs(whole, k, v))):
+        none = dict.fromkeys(("q_start", "window_left", "window_right", "scale", "softcap"))
+        problem = describe(inputs, causal=False, **none)
+        config = TileConfig(64, 64, 4, 3)
+        rows = torch.empty(1, 2, 40)
+        made[name] = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, SM90, config).tma
+    assert made == {"whole": True, "odd": False}

@@ -71,6 +71,7 @@ REFUSED = {
     "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6)"),
     "mask shape": (call(mask=torch.ones(5, 6).bool()), ValueError, "mask: must be broadcastable to (batch, heads_q, "
                    "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
+    "mask of too many dims": (call(mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "mask: must be broadcastable to (batch, "),
     "mask of a row of keys": (call(mask=torch.ones(2, 7).bool()), ValueError, "(2, 4, 5, 7); got a tensor of shape (2, 7), "
                               "bool, on cpu. For one row of keys a sequence pass mask[:, None, None, :]."),
     "mask of a sequence": (call(mask=torch.ones(2, 5, 7)), ValueError, "For one mask a sequence pass mask[:, None]."),
@@ -131,6 +132,7 @@ REFUSED = {
     "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
     "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
                              "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
+    "sdpa mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
     "sdpa mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
                         "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
     "sdpa mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "

@@ -120,3 +120,20 @@ def test_nobody_who_does_not_count_imports_the_counter():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) == torchs((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))
+
+
+BACKWARD_ALONE = """
+import torch, flashattn_lite as fa
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(1, 2, 5, 16, requires_grad=True)
+out = fa.attention(q, q, q).sum()
+with FlopCounterMode(display=False) as counter:
+    out.backward()
+print(counter.get_total_flops())
+"""
+
+
+def test_a_backward_alone_counts():
+    """In a process that has counted nothing before: torch is taught our ops by the first call that somebody watches."""
+    done = subprocess.run([sys.executable, "-c", BACKWARD_ALONE], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(torchs_backward(*[(1, 2, 5, 16)] * 3))], done.stderr

@@ -301,3 +301,11 @@ def test_a_batch_of_one_is_every_sequences(few):
             *(x.expand(3, -1, -1, -1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))), mask
         )
         torch.testing.assert_close(out, exact.transpose(1, 2))
+
+
+def test_a_long_prompt_is_no_large_head_dim():
+    """Shapes are (batch, heads, tokens, head dim): only the last is limited."""
+    q, wide, v = torch.randn(1, 2, 300, 8), torch.randn(1, 2, 4, 300), torch.randn(1, 2, 4, 8)
+    assert integration.attention_forward(torch.nn.Module(), q, q, q, None)[0].shape == (1, 300, 2, 8)
+    with pytest.raises(NotImplementedError, match="head dims go up to 256"):
+        integration.attention_forward(torch.nn.Module(), wide, wide, v, None)

@@ -243,3 +243,10 @@ def test_function_transforms_inside_of_compiled_code(function, transform, interp
     compiled = torch.compile(change, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), change(x))
     torch.testing.assert_close(compiled(x + 1), change(x + 1))
+
+
+def test_packed_shapes_alone_are_enough():
+    """On the meta device nothing can be read."""
+    x, cu = torch.empty(7, 4, 8, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    out = fa.attention_varlen(x, x, x, cu, cu)
+    assert out.shape == x.shape and out.is_meta

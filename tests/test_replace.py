@@ -234,3 +234,18 @@ def test_a_context_that_was_dropped_ends_wherever_it_is_collected():
         del ring
     gc.collect()
     assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_one_stand_in_among_tensors_is_counted():
+    """Whose class answers for the call: only the report looks at the others."""
+
+    class StandIn:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return "taken"
+
+    q, k, v = qkv(1, 2, 3, 8)
+    with fa.replace_sdpa() as report:
+        assert F.scaled_dot_product_attention(StandIn(), k, v) == "taken"
+        assert F.scaled_dot_product_attention(q, StandIn(), v) == "taken"
+    assert report.calls == 2

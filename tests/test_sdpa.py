@@ -167,6 +167,9 @@ def test_autocast_casts_as_torch_does(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = ours(q, k.bfloat16(), k)
         assert out.dtype == F.scaled_dot_product_attention(q, k.bfloat16(), k).dtype == torch.bfloat16
+        seen = torch.arange(36, device=device).view(6, 6) % 5 != 1  # stays what it is: as numbers it would be added
+        out, want = (function(q, k, k, attn_mask=seen) for function in (ours, F.scaled_dot_product_attention))
+        torch.testing.assert_close(out, want, atol=0.03, rtol=0.02)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from flashattn_lite.kernels import softmax_launch as kernels
+from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
 from tests.test_softmax import check_softmax, check_stats
 
@@ -166,3 +167,15 @@ def test_a_prepared_call_keeps_no_tensor(op: str, shape: tuple[int, int]) -> Non
     ready = kernels.ReadyTwo(*launches) if len(launches) == 2 else kernels.Ready(launches[0], 1 + len(results))
     parts = (ready,) if isinstance(ready, kernels.Ready) else (ready.stats, ready.normalise)
     assert not any(isinstance(kept, torch.Tensor) for part in parts for kept in part.rest)
+
+
+@pytest.mark.parametrize("function", [online_softmax, softmax_stats])
+def test_the_public_functions_run_the_kernels(
+    where_kernels_run: None, interpreting: bool, function: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not interpreting:
+        pytest.skip("on a GPU a call that is known goes past this module")
+    ran, interpret = [], kernels.interpret
+    monkeypatch.setattr(kernels, "interpret", lambda *args: ran.append(args) or interpret(*args))
+    function(torch.randn(3, 40))  # type: ignore[operator]
+    assert len(ran) == 1

@@ -128,6 +128,11 @@ def lengths_as_they_come(a: dict[str, Any]) -> None:
         a["kv_lens"] = a["kv_lens"].long().abs().clamp(max=2**31 - 1).int()
 
 
+def last_length_ignored(a: dict[str, Any]) -> None:
+    if a.get("kv_lens") is not None and len(a["kv_lens"]) > 1:
+        a["kv_lens"] = torch.cat([a["kv_lens"][:-1], a["kv_lens"].new_full((1,), a["k"].shape[2])])
+
+
 def a_start_of_few_bits(a: dict[str, Any]) -> None:
     if abs(a.get("q_start") or 0) > 2**20:
         a["q_start"] = 0
@@ -169,10 +174,12 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (laws.order_of_keys_is_irrelevant, "last partial tile dropped", changed(whole_tiles)),
     (laws.visibility_is_a_mask, "top-left causal", changed(lambda a: a.setdefault("q_start", 0))),
     (laws.kv_lens_cut_the_keys, "kv_lens ignored", changed(lambda a: a.pop("kv_lens", None))),
+    (laws.kv_lens_cut_the_keys, "the last of kv_lens ignored", changed(last_length_ignored)),
     (laws.scale_is_a_factor_of_q, "scale ignored", changed(lambda a: a.pop("scale", None))),
     (laws.a_high_softcap_is_none, "softcap not multiplied back", sketch("softcap not multiplied back")),
     (laws.a_sink_is_a_key_of_value_zero, "sinks ignored", changed(lambda a: a.pop("sinks", None))),
     (laws.a_blind_row_is_zero, "masked is -1e9", sketch("masked is -1e9")),
+    (laws.a_blind_row_is_zero, "its lse is 0", on(lambda out, lse: (out, lse.nan_to_num(neginf=0.0)))),
     (laws.constant_values_come_out, "not rescaled", sketch("not rescaled")),
     (laws.out_lies_between_the_values, "2 % too much", on(lambda out, lse: (out * 1.02, lse))),
     (laws.gradients_match_autograd, "k detached", changed(lambda a: a.update(k=a["k"].detach()))),

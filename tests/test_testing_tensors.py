@@ -9,6 +9,8 @@ import torch
 
 from flashattn_lite.testing import Case
 from flashattn_lite.testing.gradients import within_range
+from flashattn_lite.testing.oracle import expect, summing
+from flashattn_lite.testing.results import assert_same_bits, assert_within
 from flashattn_lite.testing.tensors import LAYOUTS, lay_out
 
 
@@ -41,3 +43,24 @@ def test_what_gradients_are_asked_of_lies_as_it_did(layout: str) -> None:
         assert got.stride() == given.stride() and got.data_ptr() != given.data_ptr()
         assert torch.equal(got, given.clamp(-largest, largest).where(given != -math.inf, given))
     assert within_range(Case(x, x, x, mask=mask > 0)).mask.dtype == torch.bool
+
+
+def test_results_of_other_shapes_are_told() -> None:
+    """Not broadcast: beside no rows at all every row would be right."""
+    one, none = torch.ones(1, 2), torch.ones(0, 2)
+    with pytest.raises(AssertionError, match=r"x has shape \(1, 2\), should have \(0, 2\)"):
+        assert_within("x", one, none, 1.0, "a case")
+    with pytest.raises(AssertionError, match=r"again: lse has shape \(1, 2\), had \(0, 2\)"):
+        assert_same_bits((none, one), (none, none), "again", "a case")
+
+
+def test_bounds_are_no_larger_than_their_reasons() -> None:
+    assert (summing(4), summing(256), summing(1024)) == (2, 128, 256)
+    q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
+    assert expect(Case(q, k, torch.zeros(1, 1, 5, 8))).out_bound.max() < 1e-30
+
+
+def test_keys_of_a_case_whose_mask_is_one_number() -> None:
+    x = torch.randn(1, 1, 5, 8)
+    some = Case(x, x, x, mask=torch.tensor(0.0)).keys(slice(1, 3))
+    assert some.k.shape[2] == 2 and some.mask is not None and some.mask.dim() == 0

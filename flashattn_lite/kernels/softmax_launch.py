@@ -131,7 +131,7 @@ def plan(
     # Of sizes a kernel knows only what most calls share and what pays for every element.
     shape = {"COLS": tile.cols, "ALIGN": align, "FLAT": dims[0].size == dims[1].size == 1, "X_UNIT": x_unit}
     shape["WIDTH"] = 2 if x_unit and align > 1 and x.element_size() == 2 else 1
-    halves = target.kind == "cuda" and not target.interpreting and int(target.arch) >= 80
+    halves = target.is_cuda(80)
     compares, lanes = {"BOTH": halves and shape["WIDTH"] == 2}, {"LANES": tile.lanes(across, align)}
     options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers and target.kind == "cuda":

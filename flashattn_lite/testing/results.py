@@ -51,6 +51,7 @@ def assert_form(out: Tensor, lse: Tensor | None, case: Case) -> None:
 
 def assert_within(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: object) -> None:
     """|got - want| <= bound where want is finite; -inf equals -inf; NaN and inf stand for each other."""
+    assert got.shape == want.shape, f"{name} has shape {tuple(got.shape)}, should have {tuple(want.shape)}\nin {case}"
     got, want = got.detach().double(), want.detach().double()
     bound = torch.as_tensor(bound, dtype=torch.float64, device=got.device).expand_as(want)
     finite = torch.isfinite(want)
@@ -72,6 +73,8 @@ def assert_same_bits(got: Result, want: Result, what: str, case: object) -> None
     for name, a, b in (("out", got[0], want[0]), ("lse", got[1], want[1])):
         if a is None or b is None:
             continue
+        shapes = f"{what}: {name} has shape {tuple(a.shape)}, had {tuple(b.shape)}"
+        assert a.shape == b.shape, f"{shapes}\nin {case}"
         wrong = ~((a == b) | (a.isnan() & b.isnan()))
         if bool(wrong.any()):
             at = torch.unravel_index(wrong.flatten().int().argmax(), wrong.shape)

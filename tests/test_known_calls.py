@@ -1,0 +1,51 @@
+"""What a known call is known by, and what is looked at in every call all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite import calls
+from flashattn_lite.problem import UNPROMISED
+from tests.test_calls import forgotten, qkv  # noqa: F401
+
+X, CU = torch.randn(7, 4, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_view_that_is_negated_later_is_negated(which):
+    inputs = qkv()
+    fa.attention(*inputs)
+    views = [torch._neg_view(x) if i == which else x for i, x in enumerate(inputs)]
+    assert views[which].is_neg()
+    want = fa.attention(*(-x if i == which else x for i, x in enumerate(inputs)))
+    for _ in range(2):
+        torch.testing.assert_close(fa.attention(*views), want)
+
+
+def test_where_other_tensors_lie_in_16_bytes_counts_too():
+    """A mask 8 bytes off is another call; one at another whole address is the same."""
+    room = torch.zeros(40)
+    at = [calls.metadata(room[i : i + 7].view(1, 1, 1, 7)) for i in (0, 2, 4)]
+    assert at[0] == at[2] != at[1]
+
+
+def test_offsets_on_the_cpu_are_read_in_every_call():
+    pack = lambda cu: fa.attention_varlen(X, X, X, cu, cu, max_seqlen_q=4, max_seqlen_k=4)
+    pack(CU), pack(CU)
+    with pytest.raises(ValueError, match="cu_seqlens_q: must not decrease"):
+        pack(torch.tensor([0, 9, 7], dtype=torch.int32))
+
+
+def test_packed_sequences_without_limits_are_measured():
+    """A tile by the sum of all keys would be the neighbours' choice, and blocks for it be launched in vain."""
+    fa.attention_varlen(X, X, X, CU, CU)
+    (call,) = calls._ready.values()
+    assert (call.problem.len_k, call.problem.promised_q) == (4, UNPROMISED)
+
+
+def test_numbers_of_other_types_are_not_plain():
+    assert calls.plain((X, None), (1, 2.0, None, True, "auto"))
+    assert not calls.plain((X,), (torch.tensor(1.0),))
+    assert not calls.plain((X.to_sparse(),), ())

@@ -49,3 +49,12 @@ def test_numbers_of_other_types_are_not_plain():
     assert calls.plain((X, None), (1, 2.0, None, True, "auto"))
     assert not calls.plain((X,), (torch.tensor(1.0),))
     assert not calls.plain((X.to_sparse(),), ())
+
+
+def test_a_window_may_be_a_list(device):
+    """In a call that is known too: a list is no part of what calls are known by."""
+    q, k = (torch.randn(1, 2, rows, 16, device=device) for rows in (3, 20))
+    lens = torch.tensor([17], dtype=torch.int32, device=device)
+    for _ in range(2):
+        for call in (fa.attention, lambda *args, **options: fa.attention_decode(*args, lens, **options)):
+            assert torch.equal(call(q, k, k, window=[3, 0]), call(q, k, k, window=(3, 0)))

@@ -57,7 +57,7 @@ def test_far_diagonals_do_not_overflow(device):
 
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("scale", "softcap"), [(1.6e38, 1e-3), (-1e38, 0.5), (0.3, 1.2e-38), (1e-30, 1e30)])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.6e38, 1e-3), (-1e38, 0.2), (0.3, 1.2e-38), (1e-30, 1e30)])
 def test_a_scale_far_from_its_softcap(device, dtype, backend, scale, softcap):
     """A product of 0 is 0 however large the factor, and no query becomes infinite on the way."""
     q, k, v = qkv(device, 5, 40, dtype=dtype)
@@ -126,6 +126,7 @@ def test_the_largest_half_stays_finite(device, len_k):
     """Weights are rounded to V's dtype: without care, by as much as takes a mean of 65504s to inf."""
     q, k, v = qkv(device, 300, len_k, dtype=torch.float16)
     v[:] = 65504.0
+    close(fa.attention(q * 300, k * 300, -v), -torch.full_like(q, 65504.0), 2**-10)
     lens = torch.full((40,), len_k, dtype=torch.int32, device=device)
     one_token = q[:, :, :40].permute(2, 1, 0, 3)
     decoded = fa.attention_decode(one_token * 300, k.expand(40, -1, -1, -1) * 300, v.expand(40, -1, -1, -1), lens)

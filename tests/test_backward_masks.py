@@ -15,6 +15,7 @@ from flashattn_lite import tiled_backward
 from flashattn_lite.kernels import backward_launch
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.reference import attention_reference
+from tests.test_backward_kernels import tensors_of
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
@@ -158,3 +159,45 @@ def test_masks_that_lie_anywhere(kind, len_k, offset, step, device):
     eps = 8 * torch.finfo(dtype).eps + 2e-6  # as above
     for ours, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+
+
+def test_a_key_that_a_float_mask_hides_spoils_no_gradient(device):
+    """But of the row that sees it."""
+    q, k, v = tensors_of(device, torch.float32, batch=1)
+    mask = torch.zeros(40, 70, device=device)
+    mask[:, 20] = -math.inf
+    mask[3, 20] = 0
+
+    def run(k):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(fa.attention(*leaves, mask=mask).sum(), leaves)
+
+    before = run(k)
+    k = k.clone()
+    k[:, :, 20, 3] = math.nan
+    got = run(k)
+    others = [i for i in range(40) if i != 3]
+    assert torch.equal(got[0][:, :, others], before[0][:, :, others]) and got[0][:, :, 3].isnan().all()
+
+
+def test_keys_past_the_length_have_no_gradient(device):
+    """Without causality too, which would hide them from most rows."""
+    q, k, v = (x.requires_grad_() for x in tensors_of(device, torch.float32))
+    lens = torch.tensor([50, 0], dtype=torch.int32, device=device)
+    fa.attention(q, k, v, kv_lens=lens).square().sum().backward()
+    assert not k.grad[0, :, 50:].any() and not v.grad[0, :, 50:].any()
+    assert not k.grad[1].any() and not v.grad[1].any()
+
+
+def test_a_sink_of_no_weight_beside_rows_that_see_nothing(device):
+    """Both have gradients of 0, not NaN."""
+    tensors = (*tensors_of(device, torch.float32), torch.tensor([-math.inf, 0.5, 1.0, -math.inf], device=device))
+    lens = torch.tensor([50, 0], dtype=torch.int32, device=device)
+
+    def run(function, dtype):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in tensors]
+        out = function(*leaves[:3], sinks=leaves[3], kv_lens=lens, causal=True)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, want in zip(run(fa.attention, torch.float32), run(attention_reference, torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)

@@ -23,6 +23,8 @@ TABLES = {
     "going back": ([50, 20, 80, 60, 70], 300),
     "outside": ([-5, 3, 2**31 - 1, -(2**31), 4], 300),
     "more than are asked at a time": ([*range(100), 131], 300),
+    "begins in the last row of a program": ([*[0] * 32, 127, 300], 300),
+    "ends in the first row of a program": ([*[0] * 32, 129, 300], 300),
     "no sequence": ([0], 0),
 }
 

@@ -20,7 +20,6 @@ from torch import Tensor
 import flashattn_lite as fa
 from flashattn_lite.testing import Case, PackedCase
 from flashattn_lite.testing.tensors import (
-    HIDDEN,
     LAYOUTS,
     NUMBERS,
     lay_out,
@@ -29,6 +28,7 @@ from flashattn_lite.testing.tensors import (
     make_packed_numbers,
     move,
     poison_unseen,
+    scales_for,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,7 +80,7 @@ def options_of(draw: random.Random, of: Form, lens: Sequence[int], numbers: str)
     if draw.random() < 0.2:
         options["softcap"] = 20.0
     if draw.random() < 0.1:
-        options["scale"] = draw.choice((0.3,) if numbers == HIDDEN else (0.3, -0.5, 0.0))
+        options["scale"] = draw.choice(scales_for(numbers, (0.3, -0.5, 0.0)))
     if draw.random() < 0.3:
         options["kv_lens"] = torch.tensor([draw.randrange(n + 1) for n in lens], dtype=torch.int32)
     if draw.random() < 0.2:

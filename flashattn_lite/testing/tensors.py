@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ LAYOUTS = (
     "every other element",
     "padded entries",  # of the first dimension
 )
-HIDDEN = "scores below float32"  # for a scale above 0
+HIDDEN = "scores below float32"
 NUMBERS = ("normal", "large logits", "extreme", "subnormal", "constant rows", "one outlier", "one NaN query", HIDDEN)
 
 
@@ -44,6 +45,11 @@ def make_numbers(
         first, last = sorted(torch.randint(0, k.shape[2] + 1, (2,), generator=rng).tolist())
         q[..., 0], k[..., 0], k[:, :, first:last, 0] = far, 0, -far
     return q, k, v
+
+
+def scales_for(kind: str, scales: Sequence[float]) -> Sequence[float]:
+    """Those that numbers of a kind are for: another sign of the scale would make what is hidden infinite."""
+    return [scale for scale in scales if kind != HIDDEN or scale > 0]
 
 
 def make_packed_numbers(

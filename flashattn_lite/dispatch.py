@@ -37,7 +37,7 @@ class Hopper:
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         from flashattn_lite.kernels import attention_hopper_launch
 
-        return attention_hopper_launch.config_of(problem, inputs)
+        return attention_hopper_launch.config_of(problem, inputs, target)
 
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
         from flashattn_lite.kernels import attention_hopper_launch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import pytest
@@ -51,19 +52,25 @@ CASES = {
 # whole tiles has at most a few loads of them, at the speeds of docs/performance.md.
 STACK_LIMIT = 208
 LOADS_LIMIT = 248  # a mask that no TMA can copy is loaded by the threads, a tile ahead, into registers
+SECOND_ACC_LIMIT = 440  # where parts are folded; see test_folding_keeps_the_fast_loop_out_of_memory
 
 
 IN_PARTS = {
     f"{case}, in parts": (*CASES[case][:3], {"rows": 256} | CASES[case][3])
     for case in ("64", "128 long", "192, 128", "256")
 }
+FOLDED = {
+    f"{case}, folded": (*CASES[case][:3], {"rows": 256} | CASES[case][3])
+    for case in ("64", "64 causal, long", "128 causal", "128 long", "96 long")
+}
 
 
-@pytest.mark.parametrize("case", CASES | IN_PARTS)
+@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED)
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
-    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS)[case]
-    if case in IN_PARTS:
-        monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128),))
+    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED)[case]
+    if case in IN_PARTS | FOLDED:
+        monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
+        monkeypatch.setattr(tuning_hopper, "FOLDED", 0.0 if case in FOLDED else math.inf)
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     kernel = compiled("sm_90", plan)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -71,8 +78,28 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     another_follows = options.get("varlen", False) or case in IN_PARTS
     assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == another_follows
     assert kernel.metadata.shared <= 227 << 10
-    assert usage(kernel).stack <= (LOADS_LIMIT if "by loads" in case else STACK_LIMIT)
+    assert (case in FOLDED) == plan[2][-1].FOLDS
+    limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED else STACK_LIMIT
+    assert usage(kernel).stack <= limit
     assert not mistakes(kernel)
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
+    """What does not fit in registers moves between two parts, or where keys are taken with care."""
+    monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
+    monkeypatch.setattr(tuning_hopper, "FOLDED", 0.0)
+    head_dim, head_dim_v, dtype, options = FOLDED[case]
+    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
+    steps = []
+    for blocks, followers in map(flow, functions(disassembled(compiled("sm_90", plan)))):
+        for last, nexts in enumerate(followers):
+            for first in nexts:
+                step = [line.operation for block in blocks[first : last + 1] for line in block]
+                products = sum("GMMA" in operation for operation in step)
+                steps += [step] if first <= last and products and len(step) < 400 else []
+    assert len(steps) == plan[2][-1].WARPGROUPS
+    assert not any(operation.startswith(("LDL", "STL")) for step in steps for operation in step)
 
 
 def plan_of(case, **changes):

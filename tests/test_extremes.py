@@ -97,12 +97,12 @@ def test_an_infinity_reaches_whose_window_has_it(device, right, value):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_an_infinity_of_no_weight_stays_one_in_decoding(device, rows, value):
     """Where its split weighs nothing beside the others, and all splits nothing beside a sink."""
-    q, k, v = cache(device, batch=1, rows=rows)
+    q, k, v = cache(device, batch=1, rows=rows, keys=700)  # more than one split holds, anywhere
     q[..., 0], k[..., 0] = 1e3, 0
-    k[:, :, 200:, 0] = 1e3
+    k[:, :, 600:, 0] = 1e3
     v[:, :, 20, 3] = value
     for sinks in (None, torch.full((4,), 1e30, device=device)):
-        out = fa.attention_decode(q, k, v, int32([300], device), sinks=sinks)
+        out = fa.attention_decode(q, k, v, int32([690], device), sinks=sinks)
         assert (out[..., 3] == value).all() and out[..., 4:].isfinite().all()
 
 

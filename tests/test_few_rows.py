@@ -221,9 +221,10 @@ def test_keys_seen_are_those_that_some_query_sees(seed):
         (1, 100, 8192, {"causal": False, "q_start": None, "window_left": 500, "window_right": 0}, 0),
         (1, 100, 8192, {"causal": False, "q_start": None, "window_left": 4000, "window_right": 0}, 1024),
         (1, 200, 8192, {"causal": True, "q_start": None}, 2048),
-        (1, 512, 16383, {"causal": True, "q_start": None}, 0),
-        (1, 512, 16384, {"causal": True, "q_start": None}, 8192),
-        (1, 513, 65536, {"causal": True, "q_start": None}, 0),
+        (1, 512, 4095, {"causal": True, "q_start": None}, 0),
+        (1, 512, 4096, {"causal": True, "q_start": None}, 2048),
+        (1, 513, 8192, {"causal": True, "q_start": None}, 4096),
+        (1, 1025, 65536, {"causal": True, "q_start": None}, 0),
         (4, 32, 2048, {"causal": True, "q_start": None}, 512),  # one row tile of a key/value head
         (4, 33, 2048, {"causal": True, "q_start": None}, 1024),
         (4, 32, 2047, {"causal": True, "q_start": None}, 0),

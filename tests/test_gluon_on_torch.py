@@ -49,7 +49,7 @@ BROKEN = {
         "            mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n        acc = values_added(acc, T)\n"),
     "V is never given back": (
         "attention_hopper",
-        "    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(at), count=1)\n\n", "\n"),
+        "    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(v_at), count=1)\n\n", "\n"),
     "copies do not wait for room": ("hopper_producer", "    if empty is not None:\n", "    if False:\n"),
     "one piece's bytes are expected for all": (
         "hopper_producer", "PIECES * desc.block_type.nbytes", "desc.block_type.nbytes"),
@@ -91,6 +91,21 @@ BROKEN = {
         "hopper_producer", "task.first + w * ROWS, start_n", "task.first, start_n"),
     "a mask of one head is taken for one of many": (
         "hopper_producer", "gl.where(step_h == 0, 0, task.head)", "task.head"),
+    "K of the next part is read before it lands": (
+        "hopper_folds", "    mbarrier.wait(bars.k_full.index(k_at), k_phase)\n", ""),
+    "V at the end of a part is read before it lands": (
+        "hopper_folds", "    mbarrier.wait(bars.v_full.index(at), phase)\n", ""),
+    "scores of the next part are used before they are there": (
+        "hopper_folds", "warpgroup_mma_wait(T.V_PIECES, [s])", "warpgroup_mma_wait(T.V_PIECES + 1, [s])"),
+    "a part is folded where O leaves": (
+        "hopper_folds", "    tma.store_wait(0)  # the last tile's O has left the room\n", ""),
+    "parts that fail are not noticed": ("hopper_folds", "(over != 0) | is_bad(acc, T)", "(over != 0)"),
+    "a part that fails is folded all the same": ("hopper_again", "asked & (fails == 0)", "asked"),
+    "a part is folded twice": ("hopper_again", "((mark == CLEAN) & (second == 0))", "(mark == CLEAN)"),
+    "parts are folded to the chain of the tile before": (
+        "hopper_again", "        if (part == 0) & (second == 0):\n", "        if False:\n"),
+    "Q comes with each part": ("hopper_producer", "    if begins:\n        copy_q", "    if True:\n        copy_q"),
+    "each part asks for the next row tile": ("hopper_producer", "        if ends:\n", "        if True:\n"),
     "rows that failed are not noticed": ("attention_hopper", "gl.where(is_bad(acc, T), CLEAN, 0)", "0"),
 }  # fmt: skip
 
@@ -99,6 +114,21 @@ BROKEN = {
 SHOWN_BY = {
     "V that a consumer passes over is not waited for": "passed over",
     "messages do not wait for room": "far ahead",
+    **dict.fromkeys(
+        (
+            "K of the next part is read before it lands",
+            "V at the end of a part is read before it lands",
+            "scores of the next part are used before they are there",
+            "a part is folded where O leaves",
+            "parts that fail are not noticed",
+            "a part that fails is folded all the same",
+            "a part is folded twice",
+            "parts are folded to the chain of the tile before",
+            "Q comes with each part",
+            "each part asks for the next row tile",
+        ),
+        "folded",
+    ),
     "parts overlap": "in parts",
     "a redo does not wait for the first pass": "done again",
     "V is cleaned by each as if alone": "done again",
@@ -153,13 +183,25 @@ def done_again() -> Iterator[Problem]:
 
 def in_parts() -> Iterator[Problem]:
     """Few rows over many keys: one of them sees nothing of the last part, one has a row that fails in the first."""
+    for heads, rows, options in ((1, 100, {"causal": True, "q_start": 1990}), (2, 40, {"window": (3000, 5)})):
+        q, k, v = few_rows(128, heads, rows, 4300)
+        k[:, :, 20] *= 60
+        yield dict(q=q, k=k, v=v), options
+
+
+def folded() -> Iterator[Problem]:
+    """Enough row tiles that a block takes all parts of each; some rows fail in the second, some by what V holds too."""
+    for dim in (128, 64):
+        q, k, v = few_rows(dim, 4, 100, 2100)
+        k[:, :, 1500] *= 60
+        v[:, 0, 1100, 3], v[:, 0, 2050, 5] = math.inf, math.nan
+        yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0, 5.0])}
+
+
+def few_rows(dim: int, heads: int, rows: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    q, k, v = (
-        torch.randn(1, heads, n, 128, generator=generator).half() for heads, n in ((2, 100), (1, 4300), (1, 4300))
-    )
-    k[:, :, 20] *= 60
-    yield dict(q=q, k=k, v=v), {"causal": True, "q_start": 1990}
-    yield dict(q=q[:, :, :40], k=k, v=v), {"window": (3000, 5)}
+    sizes = (heads, rows), (1, keys), (1, keys)
+    return [torch.randn(1, *size, dim, generator=generator).half() for size in sizes]
 
 
 def masked() -> Iterator[Problem]:
@@ -176,7 +218,7 @@ def masked() -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
-    "masked": masked,
+    "folded": folded, "masked": masked,
 }  # fmt: skip
 
 

@@ -61,12 +61,17 @@ def hopper(function: Any, copied: bool = False) -> Any:
     return call
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
+@pytest.fixture(params=["whole", "in parts", "in parts of one block"])
 def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether few keys are enough to be taken in parts; what was prepared otherwise is forgotten."""
-    if request.param:
-        monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128),))
-        monkeypatch.setattr(calls, "_ready", {})
+    """Whether few keys are enough to be taken in parts, and by whom; what was prepared otherwise is forgotten."""
+    if request.param != "whole":
+        take_parts(monkeypatch, "of one block" in request.param)
+
+
+def take_parts(patch: pytest.MonkeyPatch, folded: bool) -> None:
+    patch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
+    patch.setattr(tuning_hopper, "FOLDED", 0.0 if folded else math.inf)
+    patch.setattr(calls, "_ready", {})
 
 
 @pytest.mark.usefixtures("in_parts")

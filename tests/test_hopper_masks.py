@@ -17,10 +17,12 @@ from flashattn_lite.kernels.hopper_tasks import HopperTile
 from flashattn_lite.kernels.operands import expanded_mask, mask_align, mask_strides
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.target import Target
 from tests.gluon_on_torch.hopper import unchanged
 from tests.gluon_on_torch.values import FUNCTIONS, Pointer, value
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
+H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 CASES = 300
 DTYPES = (torch.bool, torch.bfloat16, torch.float32)
 
@@ -122,7 +124,7 @@ def test_masks_are_copied_where_the_copy_engine_takes_them():
         inputs = Inputs(q, k, k, mask)
         problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=1.0,
                            softcap=None)  # fmt: skip
-        return config_of(problem, inputs).mask_copied
+        return config_of(problem, inputs, H200).mask_copied
 
     whole = torch.zeros(2, 4, 128, 264, dtype=torch.bfloat16)[..., :256]
     assert copied(whole) and copied(whole[:1, :1]) and copied(whole[0, 0]) and copied(whole, dim=128)

@@ -24,7 +24,7 @@ ROOMS = [
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
     "kernels.backward kernels.backward_mask kernels.backward_launch "
     "kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
-    "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again "
+    "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
     "dispatch flops",
@@ -53,6 +53,7 @@ NEIGHBOURS = {
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
     ("kernels.tuning_hopper", "kernels.tuning"),
+    ("kernels.tuning_hopper", "target"),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
     ("kernels.tuning_decode", "kernels.tuning"),
@@ -83,7 +84,16 @@ NEIGHBOURS = {
     ("kernels.hopper_steps", "kernels.hopper_pieces"),
     ("kernels.hopper_steps", "kernels.hopper_scores"),
     ("kernels.hopper_steps", "kernels.hopper_tasks"),
+    ("kernels.attention_hopper", "kernels.hopper_folds"),
     ("kernels.hopper_again", "kernels.hopper_epilogue"),
+    ("kernels.hopper_again", "kernels.hopper_folds"),
+    ("kernels.hopper_folds", "kernels.decode_splits"),
+    ("kernels.hopper_folds", "kernels.hopper_epilogue"),
+    ("kernels.hopper_folds", "kernels.hopper_pieces"),
+    ("kernels.hopper_folds", "kernels.hopper_rows"),
+    ("kernels.hopper_folds", "kernels.hopper_scores"),
+    ("kernels.hopper_folds", "kernels.hopper_steps"),
+    ("kernels.hopper_folds", "kernels.hopper_tasks"),
     ("kernels.hopper_epilogue", "kernels.hopper_tasks"),
     ("kernels.hopper_again", "kernels.hopper_pieces"),
     ("kernels.hopper_again", "kernels.hopper_rows"),

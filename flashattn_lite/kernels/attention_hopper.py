@@ -5,7 +5,8 @@ BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V
 Warps have roles:
   producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA, with
                                   MASK_COPIED each consumer's rows of the mask too (else they load them themselves)
-  consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers
+  consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers;
+                                  where it takes keys in parts (FOLDS) as hopper_folds.py has it
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
 State of each row, as in attention.py: (m_i, l_i, acc), m_i in log2 units. `visited_tiles` gives the tiles with masked
@@ -29,8 +30,8 @@ Barriers (mbarrier; each side counts its own phase)
   cleaned          consumers -> consumers: V is free of what is not finite; all are done with it (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
 Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O (of a
-part's acc * 4), K and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a mask STAGES * BLOCK_N * BLOCK_M elements;
-at most 227 KiB.
+part's acc * 4; with FOLDS_IN_ROOM a float32 acc fits), K and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a
+mask STAGES * BLOCK_N * BLOCK_M elements; at most 227 KiB.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """
@@ -41,20 +42,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashattn_lite.kernels.hopper_again import again
+from flashattn_lite.kernels.hopper_again import again, again_part
 from flashattn_lite.kernels.hopper_epilogue import deliver, write_sum
-from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, values_added
+from flashattn_lite.kernels.hopper_folds import no_parts, row_tile_in_parts
+from flashattn_lite.kernels.hopper_pieces import finished, values_added
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
     close,
     empty_state,
     is_bad,
     past_keys,
+    row_sums,
     settles_first,
     take_rows,
 )
 from flashattn_lite.kernels.hopper_scores import careful
-from flashattn_lite.kernels.hopper_steps import attend, await_turn, first_scores, own_q, pass_over, pass_turn, take_q
+from flashattn_lite.kernels.hopper_steps import (
+    attend,
+    await_turn,
+    first_scores,
+    last_values,
+    own_q,
+    pass_over,
+    pass_turn,
+    take_q,
+)
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     END,
@@ -77,11 +89,9 @@ from flashattn_lite.kernels.hopper_tasks import (
 def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
              T: gl.constexpr):  # fmt: skip
     """One row tile from first to last key tile, O and lse written. Returns it, and failed with the rows that did."""
-    q_s, v_s, o_s = rings[0], rings[2], rings[3]
+    q_s, o_s = rings[0], rings[3]
     DTYPE: gl.constexpr = q_s.dtype
     S_LAYOUT: gl.constexpr = T.S_LAYOUT
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     rows = take_rows(task, S_LAYOUT, WG, F, T)
     skip = past_keys(rows, task, F, T)
     it = pass_over(skip, bars, it, WG, T)
@@ -105,16 +115,12 @@ def row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG: gl.const
     if not T.Q_HELD:
         mbarrier.arrive(bars.q_empty.index(q_at), count=1)  # the next Q may land under what follows
 
-    at, phase = stage(it, T)
-    mbarrier.wait(bars.v_full.index(at), phase)
-    v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)
-    w = gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True)
-    acc = add_values(w, v, acc, T)
-    l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+    acc, v_at = last_values(p, acc, rings, bars, it, T)
+    l_row = row_sums(l_i, T)
     lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
     acc = values_added(acc, T)
     if T.APART:
-        mbarrier.arrive(bars.v_empty.index(at), count=1)
+        mbarrier.arrive(bars.v_empty.index(v_at), count=1)
 
     # O is on its way while its rows are looked at; who waits for room, waits behind that.
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
@@ -137,15 +143,25 @@ def consumer(rings, bars, talk, dst, lse, args, WG: gl.constexpr, F: gl.constexp
     failed = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, T.S_LAYOUT))
     if WG == 1:
         pass_turn(WG, T)
+    if T.FOLDS:
+        chain = no_parts(rings[3], WG, T)
     message, task = receive(n_message, talk)
     # Two loops, not one with a choice inside: a sweep's code stays small, and ptxas takes no branch around wgmma well.
     while message != END:
         while message % 4 == FAST:
-            it, failed = row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG, F, T)
+            if T.FOLDS:
+                it, n_message, failed = row_tile_in_parts(task, n_tile, it, n_message, failed, rings, bars, talk, dst,
+                                                          lse, args, WG, F, T)  # fmt: skip
+            else:
+                it, failed = row_tile(task, n_tile, it, failed, rings, bars, dst, lse, args, WG, F, T)
             message, task, n_message, failed, dirty = listen(n_message + 1, failed, dirty, talk, WG)
             n_tile += 1
         while message % 4 > FAST:
-            found, n_clean = again(task, message % 4, n_tile, it, n_clean, rings, bars, dst, lse, args, WG, F, T)
+            if T.FOLDS:
+                found, n_clean, chain = again_part(task, message % 4, chain, n_tile, it, n_clean, rings, bars, dst, lse,
+                                                   args, WG, F, T)  # fmt: skip
+            else:
+                found, n_clean = again(task, message % 4, n_tile, it, n_clean, rings, bars, dst, lse, args, WG, F, T)
             dirty |= found
             it += task.count
             n_tile += 1

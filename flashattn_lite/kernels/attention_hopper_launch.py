@@ -34,12 +34,15 @@ from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import (
     FEW_PARTS,
+    FOLDED_IN_REGISTERS,
     HOPPER_SPLITS,
     LAST_TILES,
-    LONG_PARTS,
     PARTS,
     HopperConfig,
+    folding,
+    folds,
     hopper_tile,
+    long_part,
     pieces,
     pieces_of_v,
 )
@@ -76,9 +79,10 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     return reasons
 
 
-def config_of(problem: AttentionProblem, inputs: Inputs) -> HopperConfig:
+def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> HopperConfig:
     if inputs.mask is None:
-        return hopper_tile(problem)
+        config = hopper_tile(problem)
+        return folding(config) if config.split and folds(problem, config, target) else config
     if not varies(problem, inputs.mask, 2):
         return hopper_tile(problem, mask_bytes=0)
     return hopper_tile(problem, inputs.mask.element_size() if by_tma(expanded_mask(problem, inputs.mask)) else None)
@@ -86,8 +90,14 @@ def config_of(problem: AttentionProblem, inputs: Inputs) -> HopperConfig:
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
     of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
-    o_width = min(config.o_width, of_v[1]) // (2 if config.split else 1)  # a part's leave in float32, in as many bytes
+    o_width = min(config.o_width, of_v[1])
+    if config.split and not config.folds:
+        o_width //= 2  # a part's leave in float32, in as many bytes
     leaves = math.prod(of_v) // o_width
+    o_slots = max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0)
+    in_room = config.folds and math.prod(of_v) > FOLDED_IN_REGISTERS
+    if in_room:
+        o_slots = 2 * leaves  # O leaves by the room of a float32 acc
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
@@ -102,14 +112,16 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         PACK=config.pack,
         Q_HELD=config.q_held,
         O_WIDTH=o_width,
-        O_SLOTS=max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0),
+        O_SLOTS=o_slots,
         APART=config.apart,
         CARRIED=config.carried,
         TURNS=config.turns,
         SPLIT=config.split,
         FEW=FEW_PARTS,
-        LONG=LONG_PARTS * config.split,
+        LONG=long_part(problem, config),
         LANES=PARTS,
+        FOLDS=config.folds,
+        FOLDS_IN_ROOM=in_room,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=rows_differ(problem, mask, config.pack),
         MASK_ALIGN=mask_align(problem, mask, 4),
@@ -130,7 +142,7 @@ class Call:
         target: Target,
         config: HopperConfig | None = None,
     ) -> None:
-        config = config or config_of(problem, inputs)
+        config = config or config_of(problem, inputs, target)
         self.problem, self.tile = problem, tile_of(problem, inputs.mask, config)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
@@ -140,7 +152,7 @@ class Call:
         if self.merge:  # to l from m; parts; of a batch entry's and a key/value head's states
             rows = parts * problem.group * problem.len_q
             steps = (self.merge.state_sizes[1], parts, 0, problem.heads_kv * rows, rows)
-        row_tiles = triton.cdiv(problem.len_q, ROWS.value * tile.WARPGROUPS // tile.PACK)
+        row_tiles = triton.cdiv(problem.len_q, tile.BLOCK_M // tile.PACK)
         num_m = row_tiles * parts
         num_tiles = num_m * problem.batch * heads
         rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
@@ -221,7 +233,9 @@ def merge_of(
 ) -> Merge:
     """The launch behind one that takes the keys in parts."""
     splits = Splits(tile.SPLIT, tile.FEW, tile.LONG)
-    config = DecodeConfig(tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=1, columns=(128, 128, 128))
+    config = DecodeConfig(
+        tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=FEW_PARTS, columns=(128, 128, 128)
+    )
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
     parts = decode_launch.most_splits(problem, merged)
     return Merge(problem, merged, parts, parts, (1, 1), config, out, lse, target)

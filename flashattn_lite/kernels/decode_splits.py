@@ -139,6 +139,13 @@ def sums_by_halves(x, ROWS: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
+def finished_rows(acc, inv_l, DTYPE: tl.constexpr):
+    """acc * inv_l in its dtype; an infinity stays one."""
+    out = acc * inv_l
+    return tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
+
+
+@triton.jit
 def write_rows(dst, m_i, l_i, acc, b, head, token, exists, offs_d, first, F: tl.constexpr, T: tl.constexpr):
     """Columns offs_d [C] of finished rows [R], with the sink, to `head` and `token` [R] of sequence b; lse if `first`.
 
@@ -152,8 +159,7 @@ def write_rows(dst, m_i, l_i, acc, b, head, token, exists, offs_d, first, F: tl.
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     inv_l, lse = finish(m_i, l_i)
     at = b.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1] + token.to(tl.int64) * o_strides[2]
-    out = acc * inv_l[:, None]
-    out = tl.where(tl.abs(out) < float("inf"), rounded(out, DTYPE), out.to(DTYPE))
+    out = finished_rows(acc, inv_l[:, None], DTYPE)
     wanted = exists[:, None] & (offs_d < T.HEAD_DIM_V)[None, :]
     tl.store(out_ptr + at[:, None] + offs_d.to(tl.int64)[None, :] * o_strides[3], out, mask=wanted)
     if first:

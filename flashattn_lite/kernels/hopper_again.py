@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from flashattn_lite.kernels.device.scores import row_maximum
+from flashattn_lite.kernels.device.state import rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import (
     columns,
@@ -22,8 +23,9 @@ from flashattn_lite.kernels.hopper_epilogue import (
     write_state,
     write_sum,
 )
+from flashattn_lite.kernels.hopper_folds import chain_rows, fold_rows, kept, no_parts
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
-from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, take_rows
+from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, overflows, row_sums, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
@@ -33,6 +35,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     REDO,
     ROWS,
     lse_pointers,
+    part_of,
     q_slot,
     rows_of,
     stage,
@@ -93,20 +96,15 @@ def update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr,
 
 
 @gluon.jit
-def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
-          T: gl.constexpr):  # fmt: skip
-    """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
+def attend_again(task, mode, exact, rows, n_tile, it, n_clean, rings, bars, args, WG: gl.constexpr, F: gl.constexpr,
+                 T: gl.constexpr):  # fmt: skip
+    """(m_i, l [64], acc) over all keys of a task, 1 if V had what is not finite, as far as this consumer looked, and
+    n_clean. From here on V's room is free: every consumer is done with it.
+    """
     q_s, v_s = rings[0], rings[2]
-    DTYPE: gl.constexpr = q_s.dtype
-    S_LAYOUT: gl.constexpr = T.S_LAYOUT
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
-    rows = take_rows(task, S_LAYOUT, WG, F, T)
-    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
-    mark = gl.load(lse_ptrs, mask=rows.exists & (mode == REDO), other=0.0).to(gl.int32, bitcast=True)
-    exact = (mark == EXACT).to(gl.int32)
-    asked = rows.exists & ((mark == EXACT) | (mark == CLEAN))
     m_i, l_i, acc = empty_state(T)
-    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    zero = gl.full([ROWS, T.BLOCK_N], 0.0, gl.float32, T.S_LAYOUT)
     dirty = 0
     writes_done()  # of O as the first pass left it, which is read and written from here on
     q_at, q_phase = q_slot(n_tile, WG, T)
@@ -124,16 +122,37 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
         v = pieces_of(at, v_s, T.BLOCK_N, T.V_PIECES)
         found, n_clean = clean(v_s, at, mode, n_clean, bars.cleaned, WG, T)
         dirty |= found
-        acc = add_values(gl.convert_layout(p.to(DTYPE), P_LAYOUT, assert_trivial=True), v, acc, T)
+        acc = add_values(gl.convert_layout(p.to(q_s.dtype), P_LAYOUT, assert_trivial=True), v, acc, T)
         acc = values_added(acc, T)
         if T.APART:
             mbarrier.arrive(bars.v_empty.index(at), count=1)
         it += 1
-
-    l_row = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
-    lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
+    l_row = row_sums(l_i, T)
     mbarrier.arrive(bars.cleaned, count=1)
-    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes
+    mbarrier.wait(bars.cleaned, n_clean & 1)
+    return m_i, l_row, acc, dirty, n_clean + 1
+
+
+@gluon.jit
+def marks_of(lse_ptrs, mode, rows):
+    """(marks, which of them are EXACT) of a consumer's rows; PLUS, MINUS: none."""
+    mark = gl.load(lse_ptrs, mask=rows.exists & (mode == REDO), other=0.0).to(gl.int32, bitcast=True)
+    return mark, (mark == EXACT).to(gl.int32)
+
+
+@gluon.jit
+def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
+          T: gl.constexpr):  # fmt: skip
+    """One row tile. Returns 1 if V had what is not finite, as far as this consumer looked, and n_clean."""
+    DTYPE: gl.constexpr = rings[0].dtype
+    S_LAYOUT: gl.constexpr = T.S_LAYOUT
+    rows = take_rows(task, S_LAYOUT, WG, F, T)
+    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
+    mark, exact = marks_of(lse_ptrs, mode, rows)
+    asked = rows.exists & ((mark == EXACT) | (mark == CLEAN))
+    m_i, l_row, acc, dirty, n_clean = attend_again(task, mode, exact, rows, n_tile, it, n_clean, rings, bars, args, WG,
+                                                   F, T)  # fmt: skip
+    lse_row, weight, overflow = close(m_i, l_row, rows, args, F, T)
     if T.PARTIAL:
         if mode == REDO:
             write_sum(weight, asked, lse_ptrs, dst)
@@ -142,14 +161,62 @@ def again(task, mode, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.c
             move_state(acc, mode, rows.exists, dst, lse, task, WG, T)
     else:
         out = finished(acc, gl.where(mode == REDO, weight, 1.0), DTYPE, T)
-        write_rows(out, mode, v_s, dst, lse, task, WG, F, T)
-    mbarrier.arrive(bars.q_empty.index(q_at), count=1)
+        write_rows(out, mode, rings[2], dst, lse, task, WG, F, T)
+    mbarrier.arrive(bars.q_empty.index(q_slot(n_tile, WG, T)[0]), count=1)
     # A row with a clean V and its old reference may still show that it needs the maximum: by l_i, or by an acc that a
     # large V made infinite. It is done once more. At the maximum nothing is asked, so that this ends.
     mark = gl.where((exact == 0) & (overflow | is_bad(acc, T)), EXACT, 0)
     lse_row = gl.where(mark == 0, lse_row, mark.to(gl.float32, bitcast=True))
     gl.store(lse_ptrs, lse_row, mask=asked)
-    return dirty, n_clean + 1
+    return dirty, n_clean
+
+
+@gluon.jit
+def again_part(task, mode, chain, n_tile, it, n_clean, rings, bars, dst, lse, args, WG: gl.constexpr, F: gl.constexpr,
+               T: gl.constexpr):  # fmt: skip
+    """`again` of a part of a row tile whose parts are folded; and the chain.
+
+    All marked rows are taken by the arithmetic of the first pass, each part anew. Those that fail in it, which 2 more
+    in the first result says, are marked EXACT, and the part comes a second time, for these. So each row folds each part
+    once; with the last it is written.
+    """
+    DTYPE: gl.constexpr = rings[0].dtype
+    S_LAYOUT: gl.constexpr = T.S_LAYOUT
+    part, behind, second = part_of(task, T)
+    rows = take_rows(task, S_LAYOUT, WG, F, T)
+    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
+    mark, exact = marks_of(lse_ptrs, mode, rows)
+    asked = rows.exists & ((mark == EXACT) | ((mark == CLEAN) & (second == 0)))
+    m_i, l_row, acc, found, n_clean = attend_again(task, mode, exact, rows, n_tile, it, n_clean, rings, bars, args, WG,
+                                                   F, T)  # fmt: skip
+    fails = (exact == 0) & (overflows(m_i, l_row, F, T) | is_bad(acc, T))
+    found |= gl.max((asked & fails).to(gl.int32), 0) * 2
+    mark = gl.where(fails, EXACT, CLEAN)
+    lse_row = mark.to(gl.float32, bitcast=True)
+    if mode == REDO:
+        if (part == 0) & (second == 0):
+            chain = no_parts(rings[3], WG, T)
+        chain = fold_rows(chain, m_i, l_row, acc, asked & (fails == 0), rings[3], WG, T)
+    if (mode != REDO) | (behind == 0):
+        out, lse_row = chain_or_counts(chain, acc, mode, rows, rings[3], args, DTYPE, WG, F, T)
+        lse_row = gl.where(fails, mark.to(gl.float32, bitcast=True), lse_row)
+        write_rows(out, mode, rings[2], dst, lse, task, WG, F, T)
+    mbarrier.arrive(bars.q_empty.index(q_slot(n_tile, WG, T)[0]), count=1)
+    gl.store(lse_ptrs, lse_row, mask=asked)
+    return found, n_clean, chain
+
+
+@gluon.jit
+def chain_or_counts(chain, acc, mode, rows, o_s, args, DTYPE: gl.constexpr, WG: gl.constexpr, F: gl.constexpr,
+                    T: gl.constexpr):  # fmt: skip
+    """(pieces of O, lse) of the chain of all parts; PLUS, MINUS: the counts that acc is of the part at hand."""
+    m_c, l_c, acc_c = chain
+    out, lse_row = chain_rows(m_c, l_c, kept(acc_c, o_s, WG, T), rows, args, DTYPE, F, T)
+    PIECES: gl.constexpr = T.V_PIECES
+    chosen = ()
+    for i in gl.static_range(PIECES):
+        chosen = chosen + (gl.where(mode == REDO, out[i], rounded(acc[i], DTYPE)),)
+    return chosen, lse_row
 
 
 @gluon.jit

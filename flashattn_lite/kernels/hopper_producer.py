@@ -32,7 +32,9 @@ from flashattn_lite.kernels.hopper_tasks import (
     q_slot,
     rows_of,
     send,
+    span_of,
     stage,
+    task_of,
 )
 
 
@@ -84,25 +86,27 @@ def copy_q(task, w: gl.constexpr, desc, rings, bars, n_tile, F: gl.constexpr, T:
 
 
 @gluon.jit
-def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, args, F: gl.constexpr,
-          T: gl.constexpr):  # fmt: skip
+def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, begins, ends, counter_ptr, args,
+          F: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """Tells the consumers of a row tile and copies its Q and every K and V tile that it visits; K runs one ahead of V.
 
     The first K tile comes before the Q of all consumers but one, so that this one may begin. With a counter, the next
     row tile is asked for, as late as can be: who has drawn a short one ahead of a long one ends late. Returns (number
-    of the next message, what `ask` gave).
+    of the next message, what `ask` gave). begins, ends: not so between two parts of the same row tile.
     """
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     q_desc, k_desc, v_desc, mask_desc = descs
     k_s, v_s = rings[1], rings[2]
-    copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
+    if begins:
+        copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
     for i in range(task.count):
         copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, T.PIECES, F, T)
         if T.MASK_COPIED:
             copy_masks(task, i, it, mask_desc, bars.k_full, rings[4], args, F, T)
         if i == 0:
-            for w in gl.static_range(1, CONSUMERS):
-                copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
+            if begins:
+                for w in gl.static_range(1, CONSUMERS):
+                    copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
             n_message = send(message, task, n_message, talk)
         elif T.APART:
             copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
@@ -110,7 +114,9 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, counte
             copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, T.V_PIECES, F, T)
     asked = 0
     if counter_ptr is not None:
-        asked = ask(counter_ptr)
+        asked = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        if ends:
+            asked = ask(counter_ptr)
     if T.APART:
         copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
     else:
@@ -182,7 +188,8 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
     mode = marked(task, lse, F, T)
     dirty = 0
     while mode != FAST:
-        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, None, args, F, T)
+        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, True, True, None,
+                             args, F, T)  # fmt: skip
         it += task.count
         n_tile += 1
         verdict, n_message, n_report = report(n_message, n_report, talk, T)
@@ -199,6 +206,45 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
 
 
 @gluon.jit
+def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, sizes, args, F: gl.constexpr,
+               T: gl.constexpr):  # fmt: skip
+    """`redo` of a tile whose parts were folded: all parts again, a second time those in which rows still fail."""
+    span, _ = span_of(tile, sizes, args, F, T)
+    part, second, dirty = tile * 0, 0, 0
+    mode = marked(task_of(span, part, second, F, T), lse, F, T)
+    while mode != FAST:
+        task = task_of(span, part, second, F, T)
+        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, True, True, None,
+                             args, F, T)  # fmt: skip
+        it += task.count
+        n_tile += 1
+        verdict, n_message, n_report = report(n_message, n_report, talk, T)
+        if mode == REDO:
+            dirty |= verdict & 1
+            second = gl.where(second == 0, verdict // 2, 0)
+        if second == 0:
+            part += 1
+            if part == span.parts:
+                part = 0
+                mode = gl.where(mode == REDO, dirty * PLUS, gl.where(mode == PLUS, MINUS, FAST))
+    return n_message, n_report, it, n_tile
+
+
+@gluon.jit
+def serve_parts(tile, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, sizes, args, F: gl.constexpr,
+                T: gl.constexpr):  # fmt: skip
+    """`serve` of all parts of a row tile, and where the ring stands behind it."""
+    span, _ = span_of(tile, sizes, args, F, T)
+    asked = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    for part in range(span.parts):
+        task = task_of(span, part, 0, F, T)
+        n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile, part == 0,
+                                 part == span.parts - 1, counter_ptr, args, F, T)  # fmt: skip
+        it += task.count
+    return n_message, asked, it
+
+
+@gluon.jit
 def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F: gl.constexpr, T: gl.constexpr):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     it, n_tile, n_message, n_report = 0, 0, 0, 0
@@ -206,12 +252,17 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
     while tile < sizes.num_tiles:
         count = 0
         while (tile < sizes.num_tiles) & (count < LISTED):
-            task = locate(tile, sizes, args, F, T)
             listed.index(count).store(gl.full([1], tile, gl.int32, ONE))
-            n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile,
-                                     counter_ptr, args, F, T)  # fmt: skip
-            tile = exists_one(answer(asked), counter_ptr, sizes, args, F, T)
-            it += task.count
+            if T.FOLDS:
+                n_message, asked, it = serve_parts(tile, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr,
+                                                   sizes, args, F, T)  # fmt: skip
+                tile = answer(asked)
+            else:
+                task = locate(tile, sizes, args, F, T)
+                n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile, True,
+                                         True, counter_ptr, args, F, T)  # fmt: skip
+                tile = exists_one(answer(asked), counter_ptr, sizes, args, F, T)
+                it += task.count
             n_tile += 1
             count += 1
         failed, n_message, n_report = report(n_message, n_report, talk, T)
@@ -219,6 +270,10 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
             count = 0
         for i in range(count):
             again = gl.max(listed.index(i).load(ONE), 0)
-            n_message, n_report, it, n_tile = redo(again, n_message, n_report, talk, descs, rings, bars, it,
-                                                   n_tile, lse, sizes, args, F, T)  # fmt: skip
+            if T.FOLDS:
+                n_message, n_report, it, n_tile = redo_parts(again, n_message, n_report, talk, descs, rings, bars, it,
+                                                             n_tile, lse, sizes, args, F, T)  # fmt: skip
+            else:
+                n_message, n_report, it, n_tile = redo(again, n_message, n_report, talk, descs, rings, bars, it,
+                                                       n_tile, lse, sizes, args, F, T)  # fmt: skip
     send(END, no_task(tile), n_message, talk)

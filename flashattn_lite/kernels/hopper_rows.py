@@ -38,6 +38,12 @@ def take_rows(task, S_LAYOUT: gl.constexpr, WG: gl.constexpr, F: gl.constexpr, T
 
 
 @gluon.jit
+def rows_of_part(rows, task, F: gl.constexpr, T: gl.constexpr):
+    """The same rows over the keys of another task."""
+    return Rows(rows.pos, rows.head, rows.exists, rows.first, rows.last, settled_after(rows.first, task, F, T))
+
+
+@gluon.jit
 def settled_after(first, task, F: gl.constexpr, T: gl.constexpr):
     """How many tiles a consumer takes with care: those that need a mask, and those that set its rows' reference."""
     settled = task.edges
@@ -92,22 +98,42 @@ def empty_state(T: gl.constexpr):
 
 
 @gluon.jit
-def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
-    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs.
+def row_sums(l_i, T: gl.constexpr):
+    """l [64] of l_i [64, 4]."""
+    return gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, T.S_LAYOUT), assert_trivial=True)
 
-    PARTIAL: (m, l, overflow); the merge does the rest.
-    """
+
+@gluon.jit
+def overflows(m_i, l_row, F: gl.constexpr, T: gl.constexpr):
+    """Rows whose reference float32 can't hold, or of which p may have left its dtype."""
     overflow = (gl.abs(m_i) > EXACT_M) & (m_i != EMPTY_M)
     if F.mask == "float":  # of which a NaN may come that it hides: see add_mask. Then acc has it, and the row is CLEAN.
         overflow |= l_row >= T.LIMIT
     else:
         overflow |= (l_row < T.LIMIT) == 0
+    return overflow
+
+
+@gluon.jit
+def add_sink(m_i, l_row, rows, args, F: gl.constexpr):
+    """(m, l, factor of acc) of finished rows, with the sink."""
     weight = l_row * 0.0 + 1.0
-    if T.PARTIAL:
-        return m_i, l_row, overflow
     if F.sinks:
         sink = gl.load(args.sinks_ptr + rows.head, mask=rows.exists, other=0.0).to(gl.float32) * LOG2E
         m_i, l_row, weight, _ = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+    return m_i, l_row, weight
+
+
+@gluon.jit
+def close(m_i, l_row, rows, args, F: gl.constexpr, T: gl.constexpr):
+    """(lse, factor of acc, overflow) of finished rows, with the sink: what can be known while the last P V runs.
+
+    PARTIAL: (m, l, overflow); the merge does the rest.
+    """
+    overflow = overflows(m_i, l_row, F, T)
+    if T.PARTIAL:
+        return m_i, l_row, overflow
+    m_i, l_row, weight = add_sink(m_i, l_row, rows, args, F)
     inv_l, lse = finish(m_i, l_row)
     return lse, weight * inv_l, overflow
 

@@ -156,3 +156,14 @@ def first_scores(q, rings, bars, it, skip, rows, task, args, S_LAYOUT: gl.conste
     if not T.MASK_COPIED:
         mbarrier.arrive(bars.k_empty.index(at), count=1)
     return s, mask
+
+
+@gluon.jit
+def last_values(p, acc, rings, bars, it, T: gl.constexpr):
+    """(O + P V of the last key tile, the it-th of the block, under way; the place of its V)."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, T.O_LAYOUT, 2)
+    at, phase = stage(it, T)
+    mbarrier.wait(bars.v_full.index(at), phase)
+    v = pieces_of(at, rings[2], T.BLOCK_N, T.V_PIECES)
+    w = gl.convert_layout(p.to(v[0].dtype), P_LAYOUT, assert_trivial=True)
+    return add_values(w, v, acc, T), at

@@ -55,11 +55,13 @@ class HopperTile:
     FEW: int  # of how many, at most
     LONG: int  # keys of one, at least, where there are more
     LANES: int  # parts of a sequence's keys, at most
+    FOLDS: bool  # a block takes all parts of a row tile, one after the other, and folds their states
+    FOLDS_IN_ROOM: bool  # the acc of those before waits in shared memory, not in registers
 
     @property
     def PARTIAL(self) -> bool:
         """A task is a row tile and a part of the keys; (m, l, acc) leave in the place of lse and O, to be merged."""
-        return self.SPLIT > 0
+        return self.SPLIT > 0 and not self.FOLDS
 
     @property
     def S_LAYOUT(self) -> Any:
@@ -160,8 +162,25 @@ class Task(NamedTuple):
     lo: Any
     full_lo: Any
     full_hi: Any
-    part: Any  # of the keys; 0 where there is but one
+    part: Any  # of the keys; 0 where there is but one; with FOLDS see `part_of`
     start_k: Any  # its first row in memory, which the producer keeps to itself
+
+
+class Span(NamedTuple):
+    """A row tile, and all keys of its sequence."""
+
+    b: Any
+    head: Any
+    first: Any
+    start_q: Any
+    len_q: Any
+    start_k: Any
+    len_k: Any
+    diag_lo: Any
+    diag_hi: Any
+    first_tile: Any  # of the keys that the sequence's rows see
+    each: Any  # tiles of a part
+    parts: Any  # 1 at least
 
 
 @gluon.jit
@@ -184,8 +203,8 @@ def place(tile, sizes, F: gl.constexpr):
 
 
 @gluon.jit
-def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """The task of a tile number."""
+def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
+    """(the row tile of a tile number, its part of the keys where that is the number's too)."""
     b, head, block_m = place(tile, sizes, F)
     len_q, len_k, diag_lo, diag_hi = sizes.rows_q, sizes.rows_k, sizes.diag_lo, sizes.diag_hi
     start_q, start_k, part = b * 0, b * 0, b * 0
@@ -197,19 +216,44 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
         start_k, len_k = clamp_sequence(gl.load(cu_k), gl.load(cu_k + 1), len_k)
     seen_lo, seen_hi, len_k, diag_lo, diag_hi = visible_keys(args.kv_lens_ptr, b, len_q, len_q, len_k,
                                                            diag_lo, diag_hi, F)  # fmt: skip
-    if T.PARTIAL:
-        first_tile, _, each = splits_of(seen_lo, seen_hi, T)
-        start_k = (first_tile + part * each) * T.BLOCK_N
-        len_k = gl.minimum(gl.maximum(len_k - start_k, 0), each * T.BLOCK_N)
+    first_tile, each, parts = b * 0, b * 0, b * 0 + 1
+    if T.SPLIT > 0:
+        first_tile, tiles, each = splits_of(seen_lo, seen_hi, T)
+        if T.FOLDS:
+            parts = gl.maximum((tiles + each - 1) // each, 1)
+    first = block_m * (ROWS * T.WARPGROUPS // T.PACK)
+    return Span(b, head, first, start_q, len_q, start_k, len_k, diag_lo, diag_hi, first_tile, each, parts), part
+
+
+@gluon.jit
+def task_of(span, part, second, F: gl.constexpr, T: gl.constexpr):
+    """The task of a row tile and a part of its keys; `second`: see `part_of`."""
+    start_k, len_k, diag_lo, diag_hi = span.start_k, span.len_k, span.diag_lo, span.diag_hi
+    if T.SPLIT > 0:
+        start_k = (span.first_tile + part * span.each) * T.BLOCK_N
+        len_k = gl.minimum(gl.maximum(len_k - start_k, 0), span.each * T.BLOCK_N)
         diag_lo -= start_k
         diag_hi -= start_k
-    POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
-    first = block_m * POSITIONS
-    last = gl.minimum(first + POSITIONS, len_q)
-    count, edges, before, lo, full_lo, full_hi = visited_tiles(first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+    last = gl.minimum(span.first + ROWS * T.WARPGROUPS // T.PACK, span.len_q)
+    count, edges, before, lo, full_lo, full_hi = visited_tiles(span.first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
     count, edges = gl.maximum(count, 1), gl.maximum(edges, 1)
-    return Task(b, head, first, start_q, len_q, len_k, diag_lo, diag_hi, count, edges, before, lo, full_lo, full_hi,
-                part, start_k)  # fmt: skip
+    if T.FOLDS:
+        part += (span.parts - 1 - part + second * T.LANES) * T.LANES
+    return Task(span.b, span.head, span.first, span.start_q, span.len_q, len_k, diag_lo, diag_hi, count, edges, before,
+                lo, full_lo, full_hi, part, start_k)  # fmt: skip
+
+
+@gluon.jit
+def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
+    """The task of a tile number; with FOLDS that of the first part."""
+    span, part = span_of(tile, sizes, args, F, T)
+    return task_of(span, part, 0, F, T)
+
+
+@gluon.jit
+def part_of(task, T: gl.constexpr):
+    """(a task's part of the keys, how many come behind it, 1 if it has been done again once), with FOLDS."""
+    return task.part % T.LANES, task.part // T.LANES % T.LANES, task.part // (T.LANES * T.LANES)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ import triton
 
 from flashattn_lite.kernels.tuning import SHARED_KIB, SHARED_RESERVED, padded, power_of_two
 from flashattn_lite.problem import AttentionProblem
+from flashattn_lite.target import Target
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class HopperConfig:
     o_width: int = 128  # columns of O that leave at a time, at most
     o_slots: int = 1  # buffers for them, of a consumer, at most
     split: int = 0  # keys of a part that is a task of its own, at least; 0: a row tile takes all of its own
+    folds: bool = False  # no task of its own: a block takes all parts of a row tile, and folds their states
     mask_copied: bool = False  # tiles of a mask tensor come by TMA, each with the K of its keys
 
 
@@ -93,11 +95,12 @@ SHORT = 512  # keys
 HOPPER_TALK = 3 << 10  # bytes of shared memory for the list of row tiles, messages and barriers, at most
 HopperTable = tuple[tuple[tuple[int, int], tuple[int, int], HopperConfig], ...]
 LONG_64 = HopperConfig(3, 64, 4, carried="kv", q_held=True)
+TURNS_64 = HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)
 LONG_128 = HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)
 SHORT_128 = HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)
 HOPPER_TILES: HopperTable = (
     ((64, 64), (2048, 2048), LONG_64),
-    ((64, 64), (SHORT, NEVER), HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)),
+    ((64, 64), (SHORT, NEVER), TURNS_64),
     ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
     ((128, 128), (2048, 4096), LONG_128),
     ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
@@ -146,37 +149,58 @@ HOPPER_MASKED: HopperTable = (
     ((64, 64), (2048, 2048), LONG_64),
     ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
 )
-# Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least. 8k keys,
-# causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
+# Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least, up to which
+# head dim. 8k keys, causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
 #   128: 1 x 32 / 8 heads x 128 rows  41.0  36.1  51.3  82.7; 36.5   1 x 8 / 1 heads  20.4  28.9  47.5  80.7; 18.0
-#                          x 64 rows  26.3  33.8  50.4  82.1; 23.8   8 x 64 rows     163.6 148.3 143.1 120.5; 128.3
-#                                                                    4 x 128 rows    153.3 136.4 128.6 104.4; 118.7
+#                          x 64 rows  26.3  33.8  50.4  82.1; 23.8
 #                         x 256 rows  74.8  66.8  62.6  81.9; 64.9   1 x 8 / 1 heads  23.8  31.0  48.4  80.6; 22.3
-#                                                                    2 x 256 rows    146.5 130.3 124.4 102.6; 117.9
-#                                                       512 rows     1 x 8 / 1 heads  37.6  33.9  50.4  80.5; 34.6
-#   64:  1 x 32 / 8 heads x 128 rows  27.4  27.2     -  88.7; 28.2   4 x 128 rows     97.8  93.1     -  97.4; 94.9
+#   64:  1 x 32 / 8 heads x 128 rows  27.4  27.2     -  88.7; 28.2
 #   256: 1 x 16 / 8 heads x 128 rows  42.6  54.9  90.1 156.3; 40.7
 # 16 parts of 512: 53.5 in the first, 19.9 in the second. Merged four rows a program: level. A part is like a short
 # causal sequence and has its tile. The first at 2048, d64 at 1024: 37.0, 28.5; with the tile of 8k keys 38.1, 37.3.
 # On an H100, acc by TMA through one buffer and two, not from registers: 1 x 32 / 8 heads x 64 rows in parts of 1024
 # 30.2 to 28.2 and 27.2, x 128 rows 41.3 to 39.9 and 40.4, 8 x 64 rows 170.4 to 163.0 and 162.1, 256: 48.0 to 44.6.
-# And 512 rows: whole, in parts of 4096 and 8192 (8k: 2048 and 4096); FlashAttention-3:
-#        8k keys    1 x 32 / 8 heads   97-100    125    118; 111      1 x 8 / 1 heads   80.0   32.9   48.6; 34.0
-#       32k keys                        369-373  403.5  397.7; 417-432                  295.2  106.6  102.8; 108.8
-# 1024 rows, 32k keys                   750     828.8  823.1; 822                       301.3  211.7  202.5; 225.3
-# So at 8192 keys, where few heads gain most and many lose least, for 512 rows; 1024 of 32 heads would lose a tenth.
-HOPPER_SPLITS = ((128, 1024), (256, 2048), (512, 8192))
+# More rows, where blocks that find enough row tiles take all parts (see FOLDED), on an H100, 70 ms warm and 40 timed:
+# in parts of 2048 and of 4096 keys, whole; FlashAttention-3.
+#   128: 512 rows   8k, 32 / 8 heads  107.6 105.3 102.7; 107.4       16 / 4   64.1  61.9  80.5;  60.5
+#                       8 / 1          33.6  48.7  78.9;  33.4  4 x 32 / 8   404.5 398.3 387.6; 426.4
+#                  32k, 32 / 8        381.4 401.2 377.6; 407.3    4k, 8 / 1   30.9  42.9  43.0;  22.1
+#       1024 rows, 16k, 32 / 8        391.6 369.9 376.3; 398.6        8 / 1  116.8 108.0 151.0; 111.4
+#   64:  512 rows   8k, 32 / 8         72.3  73.3  87.4;  81.9  4 x 32 / 8   275.9 275.7 290.7; 309.0
+# Parts of wider heads are always tasks: 512 rows of 8k, two sequences of 16 / 4 heads of 256 238.7 226.0 177.0; 199.3,
+# one 115.4 106.9 154.8; 103.7. So at 8192 keys there, where few heads gain most and many lose least.
+HOPPER_SPLITS = ((128, 1024, 256), (256, 2048, 256), (512, 2048, 128), (512, 8192, 256), (1024, 4096, 128))
+# Up to so many rows of a head parts have the tile of short causal sequences, of more that of the longest: 512 rows of
+# 16k and 32k, 32 / 8 heads of 128 218 206, 423 393 us (H100). Heads of 64 have one of their own there: 32k, 8 / 1 heads
+# 67.8, with the longest's 90.9, the short one 69.7.
+SHORT_ROWS = 256
 # Where one row tile has all query heads of a K/V head, two at least: parts of 1024 and 512 keys; FlashAttention-3. 16
 # rows of 2k, 4k and 32k keys, 64 / 8 heads 20.0 15.8; 13.0, 20.3 17.6; 15.5, 57.9 60.4; 58.9, 8 / 1 heads 18.5 13.7;
 # 11.5, 18.5 13.8; 11.9, 46.0 28.2; 20.8, of 4k d64 14.7 12.4; 13.9, d256 33.2 28.9; 27.7, but 8 x 64 / 8 heads 46.6
 # 48.9; 38.4, 73.0 80.3; 60.4. With 16 parts, not 8, before they grow, 8k and 16k: 64 / 8 24.9 26.4; 22.6, 36.1 38.3;
 # 36.2, 8 / 1 18.6 14.2; 13.4, 27.9 19.0; 16.9, 8 x 64 / 8 127.3 146.1; 104.3.
+# More than 64 rows of heads of 64 have two consumers, one before: 32 x 64 / 8 heads x 16 rows of 2k 95 56; 59, but 1 x
+# 4k 11.5 13.0; 13.3 (H100).
 ONE_TILE_SPLIT = 512
 # A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
-# to PARTS. On an H100, 128 rows, at most 8 parts, at most 32 of 2048 keys; FlashAttention-3: 1 x 8 / 1 heads (8 x 16
-# rows) of 32k, 64k, 128k keys 45.6 28.3; 20.9, 83.6 29.3; 28.4, 155.4 47.4; 42.3, but 1 x 32 / 8 heads of 32k, 64k
-# 108.2 126.5; 115.5, 210.7 249.1 (16 of 4096: 226.7); 224.1.
+# to PARTS; from SHORT_ROWS on never more. On an H100, 128 rows, at most 8 parts, at most 32 of 2048 keys;
+# FlashAttention-3: 1 x 8 / 1 heads (8 x 16 rows) of 32k, 64k, 128k keys 45.6 28.3; 20.9, 83.6 29.3; 28.4, 155.4 47.4;
+# 42.3, but 1 x 32 / 8 heads of 32k, 64k 108.2 126.5; 115.5, 210.7 249.1 (16 of 4096: 226.7); 224.1.
 FEW_PARTS, LONG_PARTS, PARTS = 8, 4, 32
+# Blocks take all parts of a row tile, and fold them, where so many of the places of all waves have a row tile. us on an
+# H100, 70 ms warm and 40 timed: parts as tasks, by one block, by one that holds Q too, whole; FlashAttention-3.
+#   128, 8k, 32 / 8 heads:  8 x 64 rows 159.4 126.4 129.9 115.4; 120.9    7 x 64 143.8 114.9 117.0 122.2; 118.2
+#                          4 x 128 rows 152.8 117.0 117.3 105.9; 115.2   2 x 256 130.5 110.4 109.3 100.2; 111.7
+#        64 / 8 heads x 16 rows, 32 x 2k 157.4 105.6 109.0 102.9; 101.4
+#        32 / 8 heads x 32 rows, 16 x 4k 145.1 102.1 103.5 100.3;  98.7
+#   64:  8 x 64 rows of 8k 106.6 93.1, whole 104.9; 107.1, 32 x 16 rows of 2k 94.0 57.3, 62.6; 66.8
+# Short runs on an H200: 96, 128, 160, 192 row tiles as tasks 105.7 135.9 171.6 205.1, by one block 104.9 112.8 217 230.
+FOLDED = 0.8
+# The acc of the parts before waits in registers up to so many columns, else in shared memory. What the compiler puts
+# on the stack comes back from L2, past the little that shared memory leaves of L1. Short runs on an H200, in registers
+# or on the stack and in shared memory: 8 x 64 rows of 128 117.1 114.3, of 64 89.0 101.0; with 128 keys a tile 157 120,
+# with Q held 138 114; heads of 256, on the stack alone, 258 (parts as tasks 183).
+FOLDED_IN_REGISTERS = 64
 PACKED_ROWS = 2  # a tile of query heads packed for a K/V head, where one head would leave at least half of it empty
 
 
@@ -207,11 +231,12 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if problem.features.mask and mask_bytes is None:
         keys = max(keys, SHORT)  # loads take registers, of which three blocks have few: 336 bytes of stack a thread
     seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
-    split = next((split for rows, split in HOPPER_SPLITS if problem.len_q <= rows and seen >= 2 * split), 0)
+    splits = (split for rows, split, dims in HOPPER_SPLITS if problem.len_q <= rows and max(dim, dim_v) <= dims)
+    split = next((split for split in splits if seen >= 2 * split), 0)
     if split and problem.group > 1 and problem.group * problem.len_q <= 128:
         split = ONE_TILE_SPLIT
     if split:
-        keys, causal = 0, True  # parts take the tile of short causal sequences
+        keys, causal = NEVER - 1 if problem.len_q > SHORT_ROWS else 0, True
 
     def serving(table: HopperTable) -> Iterator[HopperConfig]:
         for largest, least, config in table:
@@ -222,8 +247,14 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if OPERANDS_COPIED and not problem.features.mask and dim == dim_v and dim in (64, 128):
         table = HOPPER_COPIED + HOPPER_TILES
     config = replace(next(serving(table)), split=split)
+    if split and dim == dim_v == 64:
+        if problem.len_q > SHORT_ROWS:
+            config = replace(TURNS_64, split=split)
+        elif split == ONE_TILE_SPLIT and problem.group * problem.len_q > 64:
+            config = replace(TURNS_64, block_n=64, split=split)
     if split and config.blocks == 1:
-        config = replace(config, o_slots=2)  # acc leaves in twice as many pieces as O, and there is room
+        # acc leaves in twice as many pieces as O, and there is room, but for Q's of the next row tile beside long ones
+        config = replace(config, o_slots=2, q_slots=0)
     if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))
     if mask_bytes:
@@ -232,13 +263,44 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     return config
 
 
+def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
+    """Whether a block takes all parts of a row tile, where each could be a task: to the same bits; the batch may say.
+
+    If they are one chain of the merge, acc fits on chip a second time, and there are enough row tiles for the GPU.
+    """
+    rows = 64 * config.warpgroups
+    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
+    o_bytes = 4 if dim_v > FOLDED_IN_REGISTERS else 2
+    needed = rows * (dim * 2 + dim_v * o_bytes) + config.stages * config.block_n * (dim + dim_v) * 2 + HOPPER_TALK
+    tasks = -(-problem.len_q // (rows // config.pack)) * problem.batch
+    tasks *= problem.heads_kv if config.pack > 1 else problem.heads_q
+    waves = -(-tasks // target.multiprocessors)
+    keys = (-(-problem.keys_seen // config.block_n) + problem.features.left) * config.block_n  # as they fall into tiles
+    one_chain = keys <= FEW_PARTS * long_part(problem, config)
+    return one_chain and needed <= room_of(config) and tasks >= FOLDED * waves * target.multiprocessors
+
+
+def long_part(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Keys of a part, from which on there are more than FEW_PARTS."""
+    return LONG_PARTS * config.split if problem.len_q <= SHORT_ROWS else NEVER
+
+
+def folding(config: HopperConfig) -> HopperConfig:
+    """The tile of blocks that take all parts: Q's registers and second room are for the states."""
+    return replace(config, folds=True, q_held=False, q_slots=0)
+
+
+def room_of(config: HopperConfig) -> int:
+    """Bytes of shared memory of a block."""
+    room = SHARED_KIB[90] << 10
+    return room if config.blocks == 1 else room // config.blocks - SHARED_RESERVED
+
+
 def beside_masks(config: HopperConfig, dim: int, dim_v: int, mask_bytes: int) -> HopperConfig | None:
     """The tile with room for those of a mask beside K's; None where that leaves less than two stages."""
     rows = 64 * config.warpgroups
     stage = config.block_n * ((dim + dim_v) * 2 + rows * mask_bytes)
-    room = SHARED_KIB[90] << 10
-    room = room if config.blocks == 1 else room // config.blocks - SHARED_RESERVED
-    room -= HOPPER_TALK + rows * dim * 2
+    room = room_of(config) - HOPPER_TALK - rows * dim * 2
     for o_slots in range(config.o_slots, 0, -1):
         stages = min(config.stages, (room - rows * o_slots * min(config.o_width, dim_v) * 2) // stage)
         if stages >= 2 and stages * config.block_n >= rows:  # rows done again leave through the room of V

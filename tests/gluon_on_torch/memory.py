@@ -65,8 +65,8 @@ def allocate_shared_memory(dtype: Dtype, shape: list[int], layout: Any) -> Any:
 
 
 def reinterpret(memory: Shared, dtype: Dtype, shape: list[int], layout: Any) -> Shared:
-    assert dtype.torch.itemsize == memory.x.itemsize
-    return Shared(memory.x.view(-1).view(dtype.torch).view(shape), memory.written.view(shape))
+    words = dtype.torch.itemsize // memory.x.itemsize  # of a wider element the first stands for all
+    return Shared(memory.x.view(-1).view(dtype.torch).view(shape), memory.written.view(-1)[::words].view(shape))
 
 
 def unfenced() -> list[Shared]:

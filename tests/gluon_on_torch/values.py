@@ -281,6 +281,11 @@ def elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Value]:
     return lambda x: Value(function(value(x).x))
 
 
+def rounded(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Value]:
+    """By way of float64: PyTorch's float32 has other last bits at the end of a tensor than within."""
+    return lambda x: Value(function(value(x).x.double()).float())
+
+
 def where(condition: Any, a: Any, b: Any) -> Value:
     if whole(condition) and whole(a) and whole(b):
         a, b = value(a), value(b)
@@ -328,7 +333,7 @@ FUNCTIONS: dict[str, Any] = dict(
     load=load, store=store, cast=lambda x, dtype: value(x).to(dtype), atomic_add=atomic(torch.add),
     atomic_max=atomic(torch.maximum), max=largest, sum=total, where=where, fma=fma, clamp=clamp, reduce=reduce,
     maximum=either(torch.fmax, max), minimum=either(torch.fmin, min), abs=elementwise(torch.abs),
-    exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), rsqrt=elementwise(torch.rsqrt),
+    exp2=rounded(torch.exp2), log2=rounded(torch.log2), rsqrt=elementwise(torch.rsqrt),
     ceil=elementwise(torch.ceil), gather=gather,
     cdiv=lambda a, b: (a + b - 1) // b,
     reshape=lambda x, shape: Value(x.x.reshape(shape)),

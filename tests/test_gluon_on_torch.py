@@ -81,8 +81,8 @@ BROKEN = {
         "hopper_again", "    fence_async_shared()\n    mbarrier.arrive(cleaned", "    mbarrier.arrive(cleaned"),
     "O takes V's room too early": (
         "hopper_again",
-        "    mbarrier.wait(bars.cleaned, n_clean & 1)  # every consumer is done with V, whose room O now takes\n", ""),
-    "parts overlap": ("hopper_tasks", "len_k - start_k, 0), each * T.BLOCK_N)", "len_k - start_k, 0), len_k)"),
+        "    mbarrier.wait(bars.cleaned, n_clean & 1)\n", ""),
+    "parts overlap": ("hopper_tasks", "len_k - start_k, 0), span.each * T.BLOCK_N)", "len_k - start_k, 0), len_k)"),
     "a mask is read before it lands": (
         "attention_hopper", "barriers(STAGES, 1 + T.MASK_COPIED)", "barriers(STAGES, 1)"),
     "a mask is read from the room of the step before": (

@@ -136,7 +136,8 @@ def test_lengths_are_copied_ahead_of_the_launch_that_another_follows(behind, mon
         options |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
     problem = describe(inputs, **options)
     given = inputs, torch.empty_like(q), torch.empty(q.shape[:-1])
-    attention_hopper_launch.Call(problem, *given, GPUS["sm_90"][1])._launch(*given)
+    many = dataclasses.replace(GPUS["sm_90"][1], multiprocessors=132)  # so that parts are tasks, and merged
+    attention_hopper_launch.Call(problem, *given, many)._launch(*given)
     assert order == ["copy", "attention_hopper_kernel", f"{behind}_kernel"]
 
 

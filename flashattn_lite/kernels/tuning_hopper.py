@@ -282,7 +282,7 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
 
 def long_part(problem: AttentionProblem, config: HopperConfig) -> int:
     """Keys of a part, from which on there are more than FEW_PARTS."""
-    return LONG_PARTS * config.split if problem.len_q <= SHORT_ROWS else NEVER
+    return NEVER if config.split and problem.len_q > SHORT_ROWS else LONG_PARTS * config.split
 
 
 def folding(config: HopperConfig) -> HopperConfig:

@@ -245,6 +245,15 @@ def test_peak_memory_is_that_of_the_results():
     assert f"torch's cuDNN backward takes {cudnn} and its flash backward {flash}" in readme
 
 
+def test_the_readme_has_chunks():
+    rows = tables.results()("shapes_chunks")
+    assert {row["len_q"] for row in rows} == {"16", "64", "128", "256", "512", "2048"}
+    cells = tables.speeds(rows, "us", "shape").values()
+    ratios = between([min(tables.rivals(cell).values()) / cell["flashattn_lite"] for cell in cells])
+    text = "Chunks of 16 to 2048 tokens over 8k to 32k keys of one to eight sequences: "
+    assert f"- {text}{ratios} of the fastest rival (commit {rows[0]['commit']})." in README
+
+
 def test_the_readme_has_decoding():
     read, text = tables.results(), " ".join(README.split())
     commits = {row["commit"] for name in ("decode", "decode_mixed", "shapes") for row in read(name)}

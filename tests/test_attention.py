@@ -230,9 +230,10 @@ def test_fp32_is_fp32(device):
     assert abs(lse.item() - exact) < 4e-6  # a few eps of 16; TF32 is off by 4e-3
 
 
-def test_small_inputs_of_any_stride(device):
-    """sinks, kv_lens and cu_seqlens as columns of something larger."""
-    q, k, v = qkv(device, 4, 30, heads=6, heads_kv=2, batch=3)
+@pytest.mark.parametrize("rows", [4, 24])
+def test_small_inputs_of_any_stride(device, rows):
+    """sinks, kv_lens and cu_seqlens as columns of something larger; of few rows by the kernels of decoding."""
+    q, k, v = qkv(device, rows, 30, heads=6, heads_kv=2, batch=3)
     sinks = randn(device, 6, 5)[:, 2]
     lens = torch.tensor([[3, 99], [30, 99], [7, 99]], dtype=torch.int32, device=device)[:, 0]
     out, lse = fa.attention(q, k, v, sinks=sinks, kv_lens=lens, return_lse=True)

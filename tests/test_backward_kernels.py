@@ -219,29 +219,6 @@ def test_packed_sequences_are_a_loop_of_dense(causal, device, launched):
             torch.testing.assert_close(ours.transpose(0, 1)[None], want, atol=eps * float(want.abs().max()), rtol=eps)
 
 
-def test_rows_past_the_longest_sequence_that_was_promised_add_nothing(device):
-    """Forward, they are rows that no sequence covers: out 0, lse -inf."""
-    promised, dtype = 37, dtype_of(device)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors_of(device, dtype, lengths=(100, 50)))
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (100, 50))
-    inputs = Inputs(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=0.25,
-                       softcap=None, max_seqlen_q=promised, max_seqlen_k=50)  # fmt: skip
-    out, lse = fa.attention_varlen(q, k, v, cu_q, cu_k, scale=0.25, return_lse=True)
-    out[promised:], lse[:, promised:] = 0, -math.inf
-    d_out, d_lse = upstream_of(out, lse)
-    needs = (True, True, True, False, False)
-    run = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(q.device))
-    got = run(inputs, out, lse, d_out, d_lse)
-    shorter = inputs._replace(q=q[:promised], cu_seqlens_q=cu_q.clamp(max=promised))
-    run = backward_launch.prepare(problem, shorter, d_out[:promised], needs, targets.of(q.device))
-    rows = out[:promised], lse[:, :promised].contiguous(), d_out[:promised], d_lse[:, :promised].contiguous()
-    want = run(shorter, *rows)
-    assert torch.equal(got[0][:promised], want[0])
-    assert torch.equal(got[1], want[1])
-    assert torch.equal(got[2], want[2])
-
-
 def test_strides_and_expanded_gradients_are_irrelevant(device):
     """Tensors as (batch, length, heads, dim), and the gradient of a sum, which has no strides."""
     dtype = dtype_of(device)

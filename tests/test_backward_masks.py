@@ -102,7 +102,7 @@ def test_head_dims(dim, dtype, device, told):
 
 @pytest.mark.parametrize(
     ("spoiled", "value", "shape"),
-    [("q", math.nan, 1), ("k", math.nan, 1), ("v", -math.inf, 3), ("d_out", math.inf, 3)],
+    [("q", math.nan, 1), ("k", math.nan, 1), ("k", math.inf, 1), ("v", -math.inf, 3), ("d_out", math.inf, 3)],
 )
 def test_what_is_not_finite_stays_where_it_is_seen(spoiled, value, shape, device):
     """NaN where a visible pair that shares the element has a bad member, as in plain torch; all else as before."""
@@ -119,7 +119,33 @@ def test_what_is_not_finite_stays_where_it_is_seen(spoiled, value, shape, device
     told = tiled_backward.backward(problem, inputs, out, lse, tensors["d_out"], torch.zeros_like(lse), needs)[3]
     assert torch.equal(got.isnan(), told.isnan())
     assert 0 < got.isnan().sum() < got.numel()
-    assert torch.equal(got[~got.isnan()], before[~got.isnan()])
+    if (spoiled, value) != ("k", math.inf):  # which takes its weight from rows whose score it makes -inf
+        assert torch.equal(got[~got.isnan()], before[~got.isnan()])
+
+
+def test_a_key_that_nobody_sees_spoils_no_gradient(device):
+    """Of one mask for all queries, whose last tile of rows ends before its queries' tile."""
+    q, k, v, mask, d_out = inputs_of(device, SHAPES[-1])
+    before = gradient(fa.attention, q, k, v, mask, d_out, causal=True, q_start=0)
+    k[:, :, LEN_Q + 5], v[:, :, LEN_Q + 6] = math.nan, math.inf
+    assert torch.equal(gradient(fa.attention, q, k, v, mask, d_out, causal=True, q_start=0), before)
+
+
+def test_a_tile_that_is_seen_in_one_corner_is_not_left_out(device):
+    """Three keys around each query: two of them in another tile than all others, whether of 32 or of 64."""
+    q, k, v = tensors_of(device, torch.float32, batch=1, heads=1, heads_kv=1, lengths=(70, 70), dim_v=DIM)
+    tensors, options = (q, k, v, q.new_zeros(70, 70), torch.ones_like(v)), {"window": (2, 0), "q_start": 1}
+    got = gradient(fa.attention, *tensors, **options)
+    want = gradient(attention_reference, *(x.double() for x in tensors), **options)
+    torch.testing.assert_close(got.double(), want, atol=4e-6 * float(want.abs().max()), rtol=4e-6)
+
+
+def test_sequences_of_other_lengths_share_a_mask(device):
+    """A tile that nobody sees in the first is seen in the second."""
+    tensors, options = inputs_of(device, SHAPES[1], torch.float32), {"kv_lens": [3, LEN_K], "causal": True}
+    got = gradient(fa.attention, *tensors, **options)
+    want = gradient(attention_reference, *(x.double() for x in tensors), **options)
+    torch.testing.assert_close(got.double(), want, atol=4e-6 * float(want.abs().max()), rtol=4e-6)
 
 
 def test_numbers_that_hide_have_no_gradient(device):

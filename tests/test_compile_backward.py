@@ -74,14 +74,15 @@ def test_it_compiles_and_fits(gpu, case):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dim", "tf32", "reason"),
-    [("sm_90", 128, False, ""), ("sm_90", 129, False, "up to 128"), ("sm_90", 64, True, "in TF32")]
-    + [(gpu, 64, False, "on this GPU") for gpu in ("sm_80", "sm_100", "gfx942")],
+    ("gpu", "dims", "tf32", "reason"),
+    [("sm_90", (128, 128), False, ""), ("sm_90", (129, 64), False, "up to 128"), ("sm_90", (64, 129), False, "up to")]
+    + [("sm_90", (64, 64), True, "in TF32")]
+    + [(gpu, (64, 64), False, "on this GPU") for gpu in ("sm_80", "sm_100", "gfx942")],
 )  # fmt: skip
-def test_who_makes_gradients_of_float32(gpu, dim, tf32, reason, monkeypatch):
+def test_who_makes_gradients_of_float32(gpu, dims, tf32, reason, monkeypatch):
     """Where its products were measured, in parts; what is left out never ran, or spills."""
     monkeypatch.setattr(tuning, "takes_tf32", lambda: tf32)
     kinds = (False, False, False, "", (None, None))
-    inputs, problem = attention_problem(dim, dim, torch.float32, 64, 4, *kinds, {})
+    inputs, problem = attention_problem(*dims, torch.float32, 64, 4, *kinds, {})
     told = backward_launch.why_not(problem, inputs, (True, True, True, False, False), GPUS[gpu][1])
     assert (len(told) == 1 and reason in told[0]) if reason else not told

@@ -15,6 +15,7 @@ import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, enough
+from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
@@ -101,7 +102,8 @@ def test_a_program_owns_a_chain_where_such_programs_are_enough(batch, tokens, ke
 @pytest.mark.parametrize(
     ("batch", "tokens", "keys", "owners"),
     [(1, 1, 4096, ((1, 1), (1, 1))), (1, 1, 32768, ((1, 1), (2, 1))), (1, 1, 131072, ((1, 1), (4, 4))),
-     (2, 1, 131072, ((1, 1), (4, 4))), (8, 1, 32768, ((8, 8), (8, 8))), (64, 1, 131072, ((8, 8), (8, 8))),
+     (2, 1, 131072, ((1, 1), (4, 4))), (8, 1, 16896, ((8, 8), (8, 8))), (8, 1, 32768, ((8, 8), (8, 8))),
+     (64, 1, 131072, ((8, 8), (8, 8))),
      (1, 16, 131072, ((1, 1), (4, 4))), (8, 16, 131072, ((4, 4), (4, 4)))],
 )  # fmt: skip
 def test_a_large_cache_that_holds_little_is_split_as_a_small_one(batch, tokens, keys, owners):
@@ -175,6 +177,34 @@ def test_who_has_all_splits_writes_the_rows(device, monkeypatch, rows, chains, w
     assert_same_bits(alone, merged, "without a merge", None)
     assert bool((alone[0][1] == 0).all()) and torch.equal(alone[1][1, 1], torch.full_like(alone[1][1, 1], -math.inf))
     assert bool(alone[0][0, :, -1, 3].isnan().all()) and not bool(alone[0][0, :, :-1, 3].isnan().any())
+
+
+@pytest.mark.parametrize(("splits", "rows", "own"), [(24, 96, 1), (5, 176, 2), (8, 33, 1), (8, 34, 2)])
+def test_a_program_has_several_splits_where_there_are_many_and_one_wave_holds_them(splits, rows, own):
+    """Of the 528 places of an H200: 1152 in twos, 528; of which 264 splits would be as few as half, 272 not."""
+    config = DecodeConfig(16, 32, ONE_TOKEN_SPLITS, 2, 3, paired=True, several=2, programs=4)
+    assert decode_launch.splits_owned(splits, rows, config, H200) == (own, 1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_with_a_mask_no_program_owns_a_pair(masked):
+    q = torch.empty(8, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(8, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+    inputs = Inputs(q, k, k, mask=torch.empty(8192, device="meta") if masked else None)
+    problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=0.1,
+                       softcap=None)  # fmt: skip
+    call = decode_launch.Call(problem, inputs, None, torch.empty_like(q), torch.empty(8, 32, 1, device="meta"), H200)
+    assert call.tile.OWNS_PAIR is not masked
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 36), (36, 64)])
+def test_keys_and_values_are_aligned_both_or_not_at_all(dim, dim_v):
+    shapes = ((1, dim), (99, dim), (99, dim_v))
+    q, k, v = (torch.empty(1, 8, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    lens = torch.empty(1, dtype=torch.int32, device="meta")
+    inputs, problem = decode.problem_of(q, k, v, lens, None, None, True, None, None, 0.1, None)
+    config = decode_launch.config_of(problem, inputs, H200, False)
+    assert decode_launch.tile_of(problem, inputs, H200, config, 0).ALIGN == 1
 
 
 def test_who_has_no_second_chain_owns_no_pair():

@@ -123,3 +123,14 @@ def test_the_largest_half_stays_finite_in_decoding(device):
     scale = math.log(0.5 + 2**-12 + 2**-15)
     out = fa.attention_decode(q, k, torch.full_like(k, 65504.0), int32([140], device), scale=scale)
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_the_first_rows_alone_see_stays_theirs_in_decoding(device, value):
+    """Behind the left edge of the later rows' windows, which have no right one."""
+    q, k, v = cache(device, batch=1, rows=4)
+    run = lambda: fa.attention_decode(q, k, v, int32([300], device), causal=False, window=(50, None))
+    before = run()
+    v[:, :, 247, 3] = value  # rows 0 and 1 see it
+    out = run()
+    assert torch.equal(out[:, :, 2:], before[:, :, 2:]) and not out[:, :, :2, 3].isfinite().any()

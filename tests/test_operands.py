@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn_lite.kernels.operands import takes_tma, vectorised
+from flashattn_lite.kernels.operands import mask_strides, takes_tma, tma_strides, vectorised
 from flashattn_lite.testing.tensors import LAYOUTS, lay_out
 
 HALF = torch.bfloat16
@@ -49,3 +49,20 @@ def test_a_step_of_one_element_leads_nowhere(asked):
     """DLPack gives it to dimensions of one entry."""
     assert asked(room(1, 1, 5, 64).as_strided((1, 1, 5, 64), (1, 1, 64, 1)))
     assert not asked(room(2, 1, 5, 64).as_strided((2, 1, 5, 64), (1, 1, 64, 1)))
+
+
+def test_a_row_of_an_odd_length_is_not_loaded_as_one_of_16_bytes():
+    """The copy engine reads 0 behind it."""
+    x = room(2, 3, 5, 72)[..., :36]
+    assert takes_tma(x) and not vectorised(x)
+
+
+def test_the_copy_engine_takes_nothing_empty_and_no_step_of_a_tebibyte():
+    assert not takes_tma(room(2, 3, 0, 64))
+    far = [torch.empty_strided((2, 3, 5, 64), (step, 320, 64, 1), dtype=HALF, device="meta") for step in (2**38, 2**39)]
+    assert [takes_tma(x) for x in far] == [True, False]
+
+
+def test_a_dimension_of_one_entry_has_a_legal_step():
+    assert tma_strides([1, 3, 5, 64], (1, 320, 64, 1), 2) == [8, 320, 64, 1]
+    assert mask_strides(room(1, 3, 1, 64)) == (0, 64, 0, 1)  # none, for rows that do not exist

@@ -15,6 +15,7 @@ from flashattn_lite.target import Target
 from tests.test_softmax import check_softmax, check_stats
 
 SENTINEL = 7.0
+HOPPER = Target("cuda", 90, "sm_90")
 
 
 @pytest.fixture
@@ -36,6 +37,23 @@ def test_row_dimensions_are_joined_where_both_tensors_allow() -> None:
     assert sizes(x.permute(4, 2, 0, 3, 1), 0) == [2 * 3 * 4 * 5]
     assert sizes(x[:, :, :, ::2], 4) == [3, 2 * 3 * 4]
     assert sizes(x[:, :, :, :, None].expand(-1, -1, -1, -1, 8, -1), 5) == [8, 2 * 3 * 4 * 5]
+    assert sizes(x[0, 0, 0, :, :, None].expand(-1, -1, 8), 0) == [8, 6]  # a tile runs along neighbours, not copies
+
+
+def test_only_rows_that_are_nearer_than_elements_lie_across() -> None:
+    """Neither a dimension of one entry that ends the shape, nor copies of a row."""
+    x = torch.zeros(3, 40)
+    across = lambda x, dim: kernels.rows_of(x, torch.empty_like(x), dim).across
+    assert across(x, 0) and across(x[:, :1], 0)
+    assert not (across(x, 1) or across(x[:, :, None], 1) or across(x[:, :, None].expand(-1, -1, 5), 1))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_row_alone_takes_the_kernel_of_its_batch(dim: int) -> None:
+    x = torch.zeros(512, 512)
+    alone = x.narrow(1 - dim, 0, 1)
+    one, many = (kernels.plan(part, (torch.zeros_like(part),), dim)[0] for part in (alone, x))
+    assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
 
 
 def test_more_than_three_row_dimensions_need_a_copy() -> None:
@@ -53,6 +71,15 @@ def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:
     assert len(variants) == 1
     x = torch.zeros(3, 1001, dtype=torch.float16)
     assert [kernels.plan(y, (y,), 1)[0].kwargs["ALIGN"] for y in (x, x[:1], x[:, :1000], x[:1, :1000])] == [1, 1, 1, 1]
+
+
+def test_one_compiled_kernel_serves_all_statistics_of_long_rows() -> None:
+    """Full tiles or not: its mask is a comparison of int32."""
+    m, variants = torch.zeros(2, 3, 1), set()
+    for cols in (8200, 12288, 12296, 16384):
+        (launch,) = kernels.plan(torch.zeros(3, cols, dtype=torch.float16), (m[0], m[1]), 1, HOPPER)
+        variants.add(tuple(launch.kwargs.items()))
+    assert len(variants) == 1
 
 
 def started(ready: kernels.Ready | kernels.ReadyTwo, tensors: tuple[torch.Tensor, ...]) -> list[dict[str, object]]:

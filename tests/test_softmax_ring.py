@@ -117,6 +117,15 @@ def test_a_ring_serves_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize(("cols", "kernel"), [(4096, "stats"), (4098, "stats"), (4097, "ring"), (2**20 + 1, "stats")])
+def test_whose_statistics_a_ring_makes(cols: int, kernel: str) -> None:
+    """Of rows that are a unit and lie at no address of 16 bytes, nor of two elements."""
+    m = empty(16, 1, dtype=torch.float32)
+    launches = kernels.plan(empty(16, cols), (m, m), 1, HOPPER)
+    assert launches is not None and names(*launches) == [f"{kernel}_kernel"]
+
+
+@on_a_gpu
 def test_a_result_that_lies_as_its_rows_do_is_stored_by_16_bytes() -> None:
     whole = empty(9, 5003)
     cut = whole[:, 2:]
@@ -131,6 +140,8 @@ def test_a_tensor_that_starts_between_words_is_not_aligned() -> None:
     memory = torch.zeros(8 * 1000 + 8, dtype=torch.float16)
     views = [memory[at:][: 8 * 1000].view(8, 1000) for at in (0, 1, 2, 4, 8)]
     assert [planned(x)[0].kwargs["ALIGN"] for x in views] == [8, 1, 2, 2, 8]
+    launches = [kernels.plan(views[0], (y,), 1, HOPPER) for y in views]
+    assert [launch.kwargs["ALIGN"] for (launch,) in launches] == [8, 1, 2, 2, 8]
 
 
 @on_a_gpu
@@ -169,6 +180,7 @@ def test_what_a_stream_keeps_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels.counts_for(x, 1000) is counts and kernels.counts_for(x, 5000).numel() >= 5000
     zero, again, later = kernels.room_for(x, 12, 4)
     assert again is words and later == epoch + 1 and zero != first_zero and kernels.room_for(x, 12, 1) == (x, x, 1)
+    assert kernels.room_for(x, 68, 4)[1].numel() >= 2 * 68  # which are more than the words, units are not
     _, larger, first = kernels.room_for(x, 1000, 4)
     assert larger.numel() >= 2000 and first == 1 and not larger.any()
     kernels._words[0, 1] = larger, iter([2**31 - 1])

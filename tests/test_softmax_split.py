@@ -17,6 +17,7 @@ from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.kernels.tuning_softmax import MOST_PARTS, SWEEP, SoftmaxTile, softmax_tile
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
+from flashattn_lite.testing.softmax import assert_softmax, assert_stats
 from tests.test_softmax_kernel import kernel_device  # noqa: F401
 
 INF, NAN = math.inf, math.nan
@@ -32,6 +33,7 @@ def hostile(device: torch.device, cols: int = 205) -> Tensor:
     x[1], x[2, 3], x[3, -1], x[4, :-1] = -INF, INF, NAN, -INF
     x[5, : cols // 2], x[6, cols // 2 :] = -INF, -3.3e38
     x[7, cols // 3], x[8] = 3.3e38, 1e6 + x[8]
+    x[9] = 61440.0  # of two bytes: so far from 0 its reference is off by 1/400
     return x.to(device)
 
 
@@ -94,6 +96,20 @@ def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile)
         torch.testing.assert_close(l_i.double(), l_whole, rtol=8 * EPS, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2], SWEEPS[1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_that_lie_anywhere(kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype) -> None:  # noqa: F811
+    """Over three dimensions; their elements apart, of which two are no word; apart in the result alone, and in both."""
+    x = hostile(kernel_device, 208).to(dtype)
+    apart = x.new_empty(10, 4 * 208)[:, ::4].copy_(x)
+    over_three = x[torch.arange(72) % 10].view(3, 4, 6, 208)[:, 1:3, :5]
+    for rows, dim in ((over_three, 3), (apart, 1), *((y[:, :, None].expand(-1, -1, 4), 1) for y in (x, apart))):
+        assert_softmax(softmax(rows, tile, dim), rows, dim)
+        if not tile.sweeps:
+            m, l_i = stats(rows, tile, dim)
+            assert_stats(m.squeeze(dim), l_i.squeeze(dim), rows, dim)
+
+
 def staying(x: Tensor, tile: SoftmaxTile, programs: int, monkeypatch: pytest.MonkeyPatch) -> SoftmaxTile:
     """That tile with so many programs in all."""
     monkeypatch.setattr(kernels, "processors", lambda x, target: 1)
@@ -140,6 +156,12 @@ def test_counts_are_zero_again(kernel_device: torch.device) -> None:  # noqa: F8
             run(launches)
             assert (launches[0].args[5][:3] == 0).all()  # of the 3 tiles of rows
             assert not results[0].isnan().any()
+
+
+def test_parts_lie_at_16_bytes() -> None:
+    for count in (1, 4, 5, 13):
+        m, l_i = kernels.parts_for(torch.empty(3), count)
+        assert m.numel() >= count <= l_i.numel() and m.data_ptr() % 16 == l_i.data_ptr() % 16 == 0
 
 
 def test_splits_are_whole_rows_and_no_more_parts_than_fit() -> None:

@@ -1,8 +1,9 @@
 """The merge of the states that `decode.py` leaves: one softmax over the chains of each row.
 
 One program of `merge_kernel`, of one warp, owns some columns of one row. Where each split has a state of its own it
-folds those of a chain first, to the bits that a program of `partial_kernel` with the whole chain has. It takes all
-chains at once, and adds them up two at a time: its bits do not follow from how many columns it has.
+folds those of a chain first, to the bits that a program of `partial_kernel`, or a block of the Hopper kernel, with the
+whole chain has. It takes all chains at once, and adds them up two at a time: its bits do not follow from how many
+columns it has.
 Bytes moved: the states once, the output once. Source: the merge of docs/theory.md.
 """
 

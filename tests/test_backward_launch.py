@@ -1,0 +1,72 @@
+"""What the backward's launches are given and leave to each other: rows past a promise, gradients without strides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import flashattn_lite as fa
+from flashattn_lite import target as targets
+from flashattn_lite.kernels import backward_launch
+from flashattn_lite.problem import Inputs, describe
+from flashattn_lite.reference import attention_reference
+from tests.test_backward_kernels import dtype_of, gradients, tensors_of, upstream_of
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
+
+@pytest.mark.parametrize("spoiled", [False, True], ids=["", "beside one that is not finite"])
+def test_rows_past_the_longest_sequence_that_was_promised_add_nothing(device, spoiled):
+    """Forward, they are rows that no sequence covers: out 0, lse -inf. Nor where gradients are made once more."""
+    promised, dtype = 37, dtype_of(device)
+    q, k, v = tensors_of(device, dtype, batch=1, lengths=(100, 50))
+    if spoiled:
+        q[:, :, 33] = math.nan
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
+    out, lse = fa.attention(q, k, v, sinks=sinks, causal=True, q_start=0, scale=0.25, return_lse=True)
+    q, k, v, out = (x[0].transpose(0, 1).contiguous() for x in (q, k, v, out))
+    lse = lse[0].contiguous()
+    out[promised:], lse[:, promised:] = 0, -math.inf
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (100, 50))
+    inputs = Inputs(q, k, v, sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    problem = describe(inputs, causal=True, q_start=0, window_left=None, window_right=None, scale=0.25, softcap=None,
+                       max_seqlen_q=promised, max_seqlen_k=50)  # fmt: skip
+    d_out, d_lse = upstream_of(out, lse)
+    needs = (True, True, True, False, True)
+    run = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(q.device))
+    got = run(inputs, out, lse, d_out, d_lse)
+    shorter = inputs._replace(q=q[:promised], cu_seqlens_q=cu_q.clamp(max=promised))
+    run = backward_launch.prepare(problem, shorter, d_out[:promised], needs, targets.of(q.device))
+    rows = out[:promised], lse[:, :promised].contiguous(), d_out[:promised], d_lse[:, :promised].contiguous()
+    want = run(shorter, *rows)
+    assert not got[0][promised:].any()
+    for ours, theirs in zip((got[0][:promised], got[1], got[2]), want, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert ours.isnan().any() == spoiled and not ours.isnan().all()
+    torch.testing.assert_close(got[4], want[4], equal_nan=True)
+
+
+def test_gradients_of_sums_have_no_strides(device):
+    """Of out and of lse: one number, expanded."""
+    leaves = [x.requires_grad_() for x in tensors_of(device, dtype_of(device))]
+    out, lse = fa.attention(*leaves, causal=True, return_lse=True)
+    summed = torch.autograd.grad(out.sum() + lse.sum(), leaves, retain_graph=True)
+    whole = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+    assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True))
+
+
+def test_a_sum_that_lse_hides_is_counted_anew(device):
+    """Without a mask: scores so large that of their weights float32 holds three digits."""
+    dtype = dtype_of(device)
+    q, k, v = tensors_of(device, dtype, batch=1)
+    tensors = (q * (8 if dtype == torch.float32 else 32), k * (8 if dtype == torch.float32 else 32), v)
+    _, lse = attention_reference(*(x.double() for x in tensors), causal=True, return_lse=True)
+    assert lse.max() > (256 if dtype == torch.float32 else 4096) * math.log(2)
+    wanted = gradients(attention_reference, [x.double() for x in tensors], causal=True)
+    for ours, want in zip(gradients(fa.attention, tensors, causal=True), wanted, strict=True):
+        eps = 16 * torch.finfo(dtype).eps + 1e-4
+        torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)

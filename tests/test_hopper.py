@@ -64,6 +64,8 @@ def hopper(function: Any, copied: bool = False) -> Any:
 @pytest.fixture(params=["whole", "in parts", "in parts of one block"])
 def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether few keys are enough to be taken in parts, and by whom; what was prepared otherwise is forgotten."""
+    if "one block" in request.param and request.node.callspec.params.get("dim") == 256:
+        pytest.skip("its acc does not fit twice: as in parts")
     if request.param != "whole":
         take_parts(monkeypatch, "of one block" in request.param)
 

@@ -19,22 +19,26 @@ from tests.test_backward_kernels import dtype_of, gradients, tensors_of, upstrea
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
-@pytest.mark.parametrize("spoiled", [False, True], ids=["", "beside one that is not finite"])
-def test_rows_past_the_longest_sequence_that_was_promised_add_nothing(device, spoiled):
+@pytest.mark.parametrize(
+    ("spoiled", "options"),
+    [(False, {"causal": False}), (False, {"causal": True, "q_start": 0}), (True, {"causal": True, "q_start": 0})],
+    ids=["full", "causal", "beside one that is not finite"],
+)
+def test_rows_past_the_longest_sequence_that_was_promised_add_nothing(device, spoiled, options):
     """Forward, they are rows that no sequence covers: out 0, lse -inf. Nor where gradients are made once more."""
     promised, dtype = 37, dtype_of(device)
     q, k, v = tensors_of(device, dtype, batch=1, lengths=(100, 50))
     if spoiled:
         q[:, :, 33] = math.nan
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
-    out, lse = fa.attention(q, k, v, sinks=sinks, causal=True, q_start=0, scale=0.25, return_lse=True)
+    out, lse = fa.attention(q, k, v, sinks=sinks, **options, scale=0.25, return_lse=True)
     q, k, v, out = (x[0].transpose(0, 1).contiguous() for x in (q, k, v, out))
     lse = lse[0].contiguous()
     out[promised:], lse[:, promised:] = 0, -math.inf
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (100, 50))
     inputs = Inputs(q, k, v, sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    problem = describe(inputs, causal=True, q_start=0, window_left=None, window_right=None, scale=0.25, softcap=None,
-                       max_seqlen_q=promised, max_seqlen_k=50)  # fmt: skip
+    problem = describe(inputs, **{"q_start": None} | options, window_left=None, window_right=None, scale=0.25,
+                       softcap=None, max_seqlen_q=promised, max_seqlen_k=50)  # fmt: skip
     d_out, d_lse = upstream_of(out, lse)
     needs = (True, True, True, False, True)
     run = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(q.device))

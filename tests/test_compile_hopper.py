@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 
 import pytest
@@ -18,6 +17,7 @@ from benchmarks.sass import disassembled, flow, functions  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper  # noqa: E402
 from flashattn_lite.kernels.tuning_hopper import HopperConfig  # noqa: E402
+from tests.test_hopper import take_parts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -69,8 +69,7 @@ FOLDED = {
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED)[case]
     if case in IN_PARTS | FOLDED:
-        monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
-        monkeypatch.setattr(tuning_hopper, "FOLDED", 0.0 if case in FOLDED else math.inf)
+        take_parts(monkeypatch, case in FOLDED)
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     kernel = compiled("sm_90", plan)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -87,8 +86,7 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
 @pytest.mark.parametrize("case", FOLDED)
 def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
     """What does not fit in registers moves between two parts, or where keys are taken with care."""
-    monkeypatch.setattr(tuning_hopper, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
-    monkeypatch.setattr(tuning_hopper, "FOLDED", 0.0)
+    take_parts(monkeypatch, True)
     head_dim, head_dim_v, dtype, options = FOLDED[case]
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     steps = []

@@ -34,7 +34,6 @@ from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import (
     FEW_PARTS,
-    FOLDED_IN_REGISTERS,
     HOPPER_SPLITS,
     LAST_TILES,
     PARTS,
@@ -82,7 +81,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> HopperConfig:
     if inputs.mask is None:
         config = hopper_tile(problem)
-        return folding(config) if config.split and folds(problem, config, target) else config
+        return folding(problem, config) if config.split and folds(problem, config, target) else config
     if not varies(problem, inputs.mask, 2):
         return hopper_tile(problem, mask_bytes=0)
     return hopper_tile(problem, inputs.mask.element_size() if by_tma(expanded_mask(problem, inputs.mask)) else None)
@@ -95,8 +94,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         o_width //= 2  # a part's leave in float32, in as many bytes
     leaves = math.prod(of_v) // o_width
     o_slots = max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0)
-    in_room = config.folds and math.prod(of_v) > FOLDED_IN_REGISTERS
-    if in_room:
+    if config.folds_in_room:
         o_slots = 2 * leaves  # O leaves by the room of a float32 acc
     return HopperTile(
         WARPGROUPS=config.warpgroups,
@@ -121,7 +119,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         LONG=long_part(problem, config),
         LANES=PARTS,
         FOLDS=config.folds,
-        FOLDS_IN_ROOM=in_room,
+        FOLDS_IN_ROOM=config.folds_in_room,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=rows_differ(problem, mask, config.pack),
         MASK_ALIGN=mask_align(problem, mask, 4),

@@ -220,7 +220,8 @@ def row_tile_in_parts(task, n_tile, it, n_message, failed, rings, bars, talk, ds
     out, lse_row = chain_rows(m_c, l_c, acc, rows, args, DTYPE, F, T)
     deliver(out, 0, T.LEAVES, dst, o_s, task, rows.exists, WG, F, T)
     bad = (over != 0) | is_bad(acc, T)
-    lse_row = gl.where(bad, gl.where(bad, CLEAN, 0).to(gl.float32, bitcast=True), lse_row)
+    mark = gl.where(bad, CLEAN, 0)
+    lse_row = gl.where(bad, mark.to(gl.float32, bitcast=True), lse_row)
     gl.store(lse_pointers(lse, task, rows.head, rows.pos, F, T), lse_row, mask=rows.exists)
     failed |= (bad & rows.exists).to(gl.int32)
     return it + 1, n_message, failed

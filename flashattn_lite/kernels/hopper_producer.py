@@ -181,6 +181,17 @@ def marked(task, lse, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def once_more(message, task, n_message, n_report, talk, descs, rings, bars, it, n_tile, args, F: gl.constexpr,
+              T: gl.constexpr):  # fmt: skip
+    """`serve` of a task that was finished, waited for: (verdict, the numbers of what comes next)."""
+    n_message, _ = serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, True, True, None, args, F, T)
+    it += task.count
+    n_tile += 1
+    verdict, n_message, n_report = report(n_message, n_report, talk, T)
+    return verdict, n_message, n_report, it, n_tile
+
+
+@gluon.jit
 def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, sizes, args, F: gl.constexpr,
          T: gl.constexpr):  # fmt: skip
     """Has a tile that was finished done again, step by step, while it has marks; see hopper_again.py."""
@@ -188,11 +199,8 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
     mode = marked(task, lse, F, T)
     dirty = 0
     while mode != FAST:
-        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, True, True, None,
-                             args, F, T)  # fmt: skip
-        it += task.count
-        n_tile += 1
-        verdict, n_message, n_report = report(n_message, n_report, talk, T)
+        verdict, n_message, n_report, it, n_tile = once_more(tile * 4 + mode, task, n_message, n_report, talk, descs,
+                                                             rings, bars, it, n_tile, args, F, T)  # fmt: skip
         if mode == REDO:
             dirty |= verdict
             mode = marked(task, lse, F, T)
@@ -214,11 +222,8 @@ def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, 
     mode = marked(task_of(span, part, second, F, T), lse, F, T)
     while mode != FAST:
         task = task_of(span, part, second, F, T)
-        n_message, _ = serve(tile * 4 + mode, task, n_message, talk, descs, rings, bars, it, n_tile, True, True, None,
-                             args, F, T)  # fmt: skip
-        it += task.count
-        n_tile += 1
-        verdict, n_message, n_report = report(n_message, n_report, talk, T)
+        verdict, n_message, n_report, it, n_tile = once_more(tile * 4 + mode, task, n_message, n_report, talk, descs,
+                                                             rings, bars, it, n_tile, args, F, T)  # fmt: skip
         if mode == REDO:
             dirty |= verdict & 1
             second = gl.where(second == 0, verdict // 2, 0)

@@ -252,7 +252,10 @@ def locate(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def part_of(task, T: gl.constexpr):
-    """(a task's part of the keys, how many come behind it, 1 if it has been done again once), with FOLDS."""
+    """(a task's part of the keys, how many come behind it, 1 if it has been done again once), with FOLDS.
+
+    In one word, because a message has room for no more.
+    """
     return task.part % T.LANES, task.part // T.LANES % T.LANES, task.part // (T.LANES * T.LANES)
 
 

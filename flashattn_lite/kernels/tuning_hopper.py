@@ -32,6 +32,7 @@ class HopperConfig:
     o_slots: int = 1  # buffers for them, of a consumer, at most
     split: int = 0  # keys of a part that is a task of its own, at least; 0: a row tile takes all of its own
     folds: bool = False  # no task of its own: a block takes all parts of a row tile, and folds their states
+    folds_in_room: bool = False  # the acc of those before waits in shared memory, not in registers
     mask_copied: bool = False  # tiles of a mask tensor come by TMA, each with the K of its keys
 
 
@@ -230,11 +231,7 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     keys, causal = SHORT if problem.features.varlen else problem.len_k, problem.features.right
     if problem.features.mask and mask_bytes is None:
         keys = max(keys, SHORT)  # loads take registers, of which three blocks have few: 336 bytes of stack a thread
-    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
-    splits = (split for rows, split, dims in HOPPER_SPLITS if problem.len_q <= rows and max(dim, dim_v) <= dims)
-    split = next((split for split in splits if seen >= 2 * split), 0)
-    if split and problem.group > 1 and problem.group * problem.len_q <= 128:
-        split = ONE_TILE_SPLIT
+    split = split_of(problem, max(dim, dim_v))
     if split:
         keys, causal = NEVER - 1 if problem.len_q > SHORT_ROWS else 0, True
 
@@ -246,12 +243,10 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     table = HOPPER_TILES if mask_bytes is None else HOPPER_MASKED + HOPPER_TILES
     if OPERANDS_COPIED and not problem.features.mask and dim == dim_v and dim in (64, 128):
         table = HOPPER_COPIED + HOPPER_TILES
-    config = replace(next(serving(table)), split=split)
+    config = next(serving(table))
     if split and dim == dim_v == 64:
-        if problem.len_q > SHORT_ROWS:
-            config = replace(TURNS_64, split=split)
-        elif split == ONE_TILE_SPLIT and problem.group * problem.len_q > 64:
-            config = replace(TURNS_64, block_n=64, split=split)
+        config = tile_of_parts_64(problem, split) or config
+    config = replace(config, split=split)
     if split and config.blocks == 1:
         # acc leaves in twice as many pieces as O, and there is room, but for Q's of the next row tile beside long ones
         config = replace(config, o_slots=2, q_slots=0)
@@ -263,6 +258,22 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     return config
 
 
+def split_of(problem: AttentionProblem, widest: int) -> int:
+    """Keys of a part, at least, of heads that are so wide; 0: a row tile takes all of its own."""
+    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
+    splits = (split for rows, split, dims in HOPPER_SPLITS if problem.len_q <= rows and widest <= dims)
+    split = next((split for split in splits if seen >= 2 * split), 0)
+    return ONE_TILE_SPLIT if split and problem.group > 1 and problem.group * problem.len_q <= 128 else split
+
+
+def tile_of_parts_64(problem: AttentionProblem, split: int) -> HopperConfig | None:
+    """The tile of parts of heads of 64, where none in the table is the fastest: of many rows, and of one row tile."""
+    if problem.len_q > SHORT_ROWS:
+        return TURNS_64
+    one_tile = split == ONE_TILE_SPLIT and problem.group * problem.len_q > 64
+    return replace(TURNS_64, block_n=64) if one_tile else None
+
+
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
     """Whether a block takes all parts of a row tile, where each could be a task: to the same bits; the batch may say.
 
@@ -270,7 +281,7 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
     """
     rows = 64 * config.warpgroups
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
-    o_bytes = 4 if dim_v > FOLDED_IN_REGISTERS else 2
+    o_bytes = 4 if folding(problem, config).folds_in_room else 2
     needed = rows * (dim * 2 + dim_v * o_bytes) + config.stages * config.block_n * (dim + dim_v) * 2 + HOPPER_TALK
     tasks = -(-problem.len_q // (rows // config.pack)) * problem.batch
     tasks *= problem.heads_kv if config.pack > 1 else problem.heads_q
@@ -285,9 +296,10 @@ def long_part(problem: AttentionProblem, config: HopperConfig) -> int:
     return NEVER if config.split and problem.len_q > SHORT_ROWS else LONG_PARTS * config.split
 
 
-def folding(config: HopperConfig) -> HopperConfig:
+def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
     """The tile of blocks that take all parts: Q's registers and second room are for the states."""
-    return replace(config, folds=True, q_held=False, q_slots=0)
+    in_room = math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
+    return replace(config, folds=True, folds_in_room=in_room, q_held=False, q_slots=0)
 
 
 def room_of(config: HopperConfig) -> int:

@@ -15,8 +15,8 @@ from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
 from benchmarks.sass import disassembled, flow, functions  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper  # noqa: E402
-from flashattn_lite.kernels.tuning_hopper import HopperConfig  # noqa: E402
+from flashattn_lite.kernels import attention_hopper_launch, hopper_config, tuning_hopper  # noqa: E402
+from flashattn_lite.kernels.hopper_config import HopperConfig  # noqa: E402
 from tests.test_hopper import take_parts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
@@ -63,31 +63,32 @@ FOLDED = {
     f"{case}, folded": (*CASES[case][:3], {"rows": 256} | CASES[case][3])
     for case in ("64", "64 causal, long", "128 causal", "128 long", "96 long")
 }
+CHAINED = {f"{case}, in chains": (*CASES[case][:3], CASES[case][3] | {"rows": 600}) for case in ("64", "128 causal")}
 
 
-@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED)
+@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED | CHAINED)
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
-    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED)[case]
-    if case in IN_PARTS | FOLDED:
-        take_parts(monkeypatch, case in FOLDED)
+    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED | CHAINED)[case]
+    if case in IN_PARTS | FOLDED | CHAINED:
+        take_parts(monkeypatch, case not in IN_PARTS, case in CHAINED)
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     kernel = compiled("sm_90", plan)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
-    another_follows = options.get("varlen", False) or case in IN_PARTS
+    another_follows = options.get("varlen", False) or case in IN_PARTS | CHAINED
     assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == another_follows
     assert kernel.metadata.shared <= 227 << 10
-    assert (case in FOLDED) == plan[2][-1].FOLDS
-    limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED else STACK_LIMIT
+    assert (case in FOLDED | CHAINED, case in FOLDED) == (plan[2][-1].FOLDS, plan[2][-1].ALONE)
+    limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED | CHAINED else STACK_LIMIT
     assert usage(kernel).stack <= limit
     assert not mistakes(kernel)
 
 
-@pytest.mark.parametrize("case", FOLDED)
+@pytest.mark.parametrize("case", FOLDED | CHAINED)
 def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
     """What does not fit in registers moves between two parts, or where keys are taken with care."""
-    take_parts(monkeypatch, True)
-    head_dim, head_dim_v, dtype, options = FOLDED[case]
+    take_parts(monkeypatch, True, case in CHAINED)
+    head_dim, head_dim_v, dtype, options = (FOLDED | CHAINED)[case]
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
     steps = []
     for blocks, followers in map(flow, functions(disassembled(compiled("sm_90", plan)))):
@@ -268,7 +269,7 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
 def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, copied, monkeypatch):
     """`copied`: by the Triton at hand or another."""
     monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", copied)
-    monkeypatch.setattr(tuning_hopper, "V_IN_PIECES", not copied)
+    monkeypatch.setattr(hopper_config, "V_IN_PIECES", not copied)
     _, problem = attention_problem(
         *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
     )

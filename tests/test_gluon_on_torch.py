@@ -17,6 +17,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.reference import attention_reference
 from tests.gluon_on_torch import Sources
 from tests.gluon_on_torch.hopper import on_torch
+from tests.test_hopper import take_parts
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
 TURNS = 40  # orders in which a broken kernel may show it
@@ -103,7 +104,19 @@ BROKEN = {
     "a part that fails is folded all the same": ("hopper_again", "asked & (fails == 0)", "asked"),
     "a part is folded twice": ("hopper_again", "((mark == CLEAN) & (second == 0))", "(mark == CLEAN)"),
     "parts are folded to the chain of the tile before": (
-        "hopper_again", "        if (part == 0) & (second == 0):\n", "        if False:\n"),
+        "hopper_again", "        if (part % T.FEW == 0) & (second == 0):\n", "        if False:\n"),
+    "a chain goes on from the one before": ("hopper_again", "if (part % T.FEW == 0) &", "if (part == 0) &"),
+    "chains begin at the first part": ("hopper_tasks", "            part *= T.FEW\n", ""),
+    "a chain ends with all parts": (
+        "hopper_tasks", "gl.minimum((tiles + each - 1) // each, part + T.FEW)", "(tiles + each - 1) // each"),
+    "all chains leave the first one's state": (
+        "hopper_tasks", "part_of(task, T)[0] // T.FEW", "part_of(task, T)[0] * 0"),
+    "a chain that was done again is not written": (
+        "hopper_again", "        if (mode == REDO) & (behind == 0):\n", "        if False:\n"),
+    "infinities of a chain are not written": (
+        "hopper_again",
+        "        if mode != REDO:\n            move_state(acc, mode, rows.exists, dst, lse, task, WG, T)\n        if",
+        "        if"),
     "Q comes with each part": ("hopper_producer", "    if begins:\n        copy_q", "    if True:\n        copy_q"),
     "each part asks for the next row tile": ("hopper_producer", "        if ends:\n", "        if True:\n"),
     "rows that failed are not noticed": ("attention_hopper", "gl.where(is_bad(acc, T), CLEAN, 0)", "0"),
@@ -128,6 +141,17 @@ SHOWN_BY = {
             "each part asks for the next row tile",
         ),
         "folded",
+    ),
+    **dict.fromkeys(
+        (
+            "a chain goes on from the one before",
+            "chains begin at the first part",
+            "a chain ends with all parts",
+            "all chains leave the first one's state",
+            "a chain that was done again is not written",
+            "infinities of a chain are not written",
+        ),
+        "in chains",
     ),
     "parts overlap": "in parts",
     "a redo does not wait for the first pass": "done again",
@@ -198,6 +222,18 @@ def folded() -> Iterator[Problem]:
         yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0, 5.0])}
 
 
+def in_chains() -> Iterator[Problem]:
+    """Of two parts, two to a row tile; rows fail in each, and V has what is not finite in the second."""
+    for dim in (128, 64):
+        q, k, v = few_rows(dim, 3, 100, 500)
+        k[:, :, 100] *= 60
+        k[:, :, 400] *= 60
+        v[:, 0, 300, 3], v[:, 0, 450, 5] = math.inf, math.nan
+        with pytest.MonkeyPatch.context() as patch:
+            take_parts(patch, folded=True, chains=True)
+            yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0])}
+
+
 def few_rows(dim: int, heads: int, rows: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     sizes = (heads, rows), (1, keys), (1, keys)
@@ -218,7 +254,7 @@ def masked() -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
-    "folded": folded, "masked": masked,
+    "folded": folded, "in chains": in_chains, "masked": masked,
 }  # fmt: skip
 
 
@@ -240,7 +276,7 @@ def test_as_it_is_nothing_is_wrong(monkeypatch):
 def test_sweeps_of_two_tiles_follow_one_another(monkeypatch):
     """As more tiles than are listed do, 512 of a block; some have rows to do again between two sweeps."""
     on_torch(monkeypatch, Sources(("hopper_tasks", "LISTED = gl.constexpr(512)", "LISTED = gl.constexpr(2)")))
-    check(*PROBLEMS)
+    check("usual", "done again", "in parts", "folded", "in chains")
 
 
 @pytest.mark.parametrize("wrong", BROKEN)

@@ -1,4 +1,4 @@
-"""Parts of the keys that one block of the Hopper kernel takes and folds: the bits of parts that are merged."""
+"""Chains of parts of the keys that a block of the Hopper kernel takes and folds: the bits of parts that are merged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 import flashattn_lite as fa
-from flashattn_lite.kernels import tuning_hopper
-from flashattn_lite.problem import Inputs, describe
+from flashattn_lite.kernels import tuning_parts
+from flashattn_lite.kernels.tuning_hopper import hopper_tile
+from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import Case
 from flashattn_lite.testing.results import assert_same_bits
@@ -21,46 +22,71 @@ from flashattn_lite.testing.strategies import FEATURES, cases
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-PROBLEMS = {"cpu": 7, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 4, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 
-def in_both_ways(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Results of parts that are tasks, and of those that one block takes."""
+def few_rows(batch: int, heads: tuple[int, int], rows: int, keys: int, dim: int) -> AttentionProblem:
+    q, k = (torch.zeros(batch, n, size, dim, dtype=torch.bfloat16, device="meta")
+            for n, size in zip(heads, (rows, keys), strict=True))  # fmt: skip
+    options = {"causal": True, "q_start": None, "window_left": None, "window_right": None, "scale": 1.0}
+    return describe(Inputs(q, k, k), **options, softcap=None)
+
+
+def in_both_ways(case: Case, chains: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Results of parts that are tasks, and of those that one block takes, a chain of them where there are `chains`."""
     results = []
     for folded in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            take_parts(patch, folded)
+            take_parts(patch, folded, chains)
             options = {name: x for name, x in case.options().items() if name != "mask"}
             results.append(hopper(fa.attention)(case.q, case.k, case.v, **options, return_lse=True))
     return results
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "rows", "keys", "dim", "folded"),
+    ("batch", "heads", "rows", "keys", "dim", "parts", "folded"),
     [
-        (8, (32, 8), 64, 8192, 128, True),  # 128 row tiles for 132 multiprocessors
-        (6, (32, 8), 64, 8192, 128, False),
-        (7, (32, 8), 64, 8192, 128, True),
-        (12, (32, 8), 64, 8192, 128, False),  # two waves, of which the second is not half full
-        (4, (32, 8), 128, 32768, 128, True),
-        (4, (32, 8), 128, 32769, 128, False),  # more parts than a chain
-        (1, (32, 8), 512, 1 << 20, 128, True),  # of so many rows there never are
-        (8, (16, 8), 128, 8192, 256, False),  # acc does not fit twice
-        (8, (32, 8), 64, 8192, 64, True),
+        (8, (32, 8), 64, 8192, 128, 8, True),  # 128 row tiles for 132 multiprocessors
+        (6, (32, 8), 64, 8192, 128, 8, False),
+        (7, (32, 8), 64, 8192, 128, 8, True),
+        (12, (32, 8), 64, 8192, 128, 8, False),  # two waves, of which the second is not half full
+        (4, (32, 8), 128, 16384, 128, 8, True),
+        (4, (32, 8), 128, 16385, 128, 9, False),  # chains, of which the second is one part
+        (4, (32, 8), 128, 32768, 128, 16, True),
+        (1, (32, 8), 128, 65536, 128, 32, True),
+        (1, (32, 8), 128, 65536, 64, 32, False),  # a third of what runs at once
+        (8, (64, 8), 16, 16384, 128, 16, True),
+        (8, (64, 8), 16, 8192, 128, 8, False),
+        (1, (32, 8), 512, 1 << 20, 128, 8, True),  # of so many rows there never are more
+        (8, (16, 8), 128, 8192, 256, 8, False),  # acc does not fit twice
+        (8, (32, 8), 64, 8192, 64, 8, True),
     ],
 )
-def test_when_one_block_takes_all_parts(batch, heads, rows, keys, dim, folded):
-    q, k = (torch.zeros(batch, n, size, dim, dtype=torch.bfloat16, device="meta")
-            for n, size in zip(heads, (rows, keys), strict=True))  # fmt: skip
-    options = {"causal": True, "q_start": None, "window_left": None, "window_right": None, "scale": 1.0}
-    problem = describe(Inputs(q, k, k), **options, softcap=None)
-    config = tuning_hopper.hopper_tile(problem)
+def test_when_a_block_takes_a_chain_of_parts(batch, heads, rows, keys, dim, parts, folded):
+    problem = few_rows(batch, heads, rows, keys, dim)
+    config = hopper_tile(problem)
     assert config.split
-    assert tuning_hopper.folds(problem, config, H200) == folded
+    assert tuning_parts.parts_of(problem, config) == parts
+    assert tuning_parts.folds(problem, config, H200) == folded
+    assert tuning_parts.folding(problem, config).alone == (parts <= 8)
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "dim", "parts"),
+    [
+        ((8, 1), 16, 16384, 128, 16), ((8, 1), 16, 65536, 128, 64), ((8, 1), 16, 1 << 20, 64, 64),
+        ((8, 1), 16, 16384, 256, 8), ((8, 1), 16, 1 << 20, 256, 32), ((8, 1), 100, 16384, 128, 8),
+        ((8, 1), 100, 1 << 20, 128, 32), ((8, 1), 200, 32768, 128, 8), ((8, 1), 200, 1 << 20, 128, 32),
+    ],
+)  # fmt: skip
+def test_how_many_parts_there_are(heads, rows, keys, dim, parts):
+    problem = few_rows(1, heads, rows, keys, dim)
+    assert tuning_parts.parts_of(problem, hopper_tile(problem)) == parts
+
+
+@pytest.mark.parametrize("chains", [False, True], ids=["one chain", "chains"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_who_takes_the_parts_does_not_show(dim, hopper_device):
+def test_who_takes_the_parts_does_not_show(dim, chains, hopper_device):
     """To the bit, with whatever numbers: rows that fail in some parts, infinities and NaN in V, sinks, short caches."""
     features = FEATURES - {"mask", "gradients", "poison"}
     drawn = cases(
@@ -75,7 +101,7 @@ def test_who_takes_the_parts_does_not_show(dim, hopper_device):
     @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None)
     @hypothesis.given(drawn)
     def same(case: Case) -> None:
-        apart, folded = in_both_ways(case)
+        apart, folded = in_both_ways(case, chains)
         assert_same_bits(folded, apart, "parts that one block takes", case)
 
     same()
@@ -94,8 +120,9 @@ def with_failures(dtype: torch.dtype, device: torch.device) -> Case:
                 kv_lens=torch.tensor([1100, 933], device=device, dtype=torch.int32))  # fmt: skip
 
 
+@pytest.mark.parametrize("chains", [False, True], ids=["one chain", "chains"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_rows_that_fail_in_some_parts(dtype, hopper_device):
-    apart, folded = in_both_ways(with_failures(dtype, hopper_device))
+def test_rows_that_fail_in_some_parts(dtype, chains, hopper_device):
+    apart, folded = in_both_ways(with_failures(dtype, hopper_device), chains)
     assert_same_bits(folded, apart, "parts that one block takes", None)
     assert not folded[0].isfinite().all() and folded[0].isfinite().any()

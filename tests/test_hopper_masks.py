@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.attention_hopper_launch import config_of, tile_of
-from flashattn_lite.kernels.hopper_tasks import HopperTile
+from flashattn_lite.kernels.hopper_shape import HopperTile
 from flashattn_lite.kernels.operands import expanded_mask, mask_align, mask_strides
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe

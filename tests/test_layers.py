@@ -15,15 +15,16 @@ PACKAGE = ROOT / "flashattn_lite"
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
     "errors problem scalars arguments arguments_decode arguments_varlen",
-    "state scores target operators products tiles kernels kernels.tuning kernels.tuning_hopper kernels.tuning_softmax "
-    "kernels.tuning_decode "
+    "state scores target operators products tiles kernels kernels.tuning "
+    "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts "
+    "kernels.tuning_softmax kernels.tuning_decode "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "
     "kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
     "kernels.backward kernels.backward_mask kernels.backward_launch "
-    "kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
+    "kernels.hopper_shape kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
@@ -52,8 +53,12 @@ NEIGHBOURS = {
     ("scores", "state"),
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
+    ("kernels.hopper_config", "kernels.tuning"),
+    ("kernels.tuning_hopper", "kernels.hopper_config"),
     ("kernels.tuning_hopper", "kernels.tuning"),
-    ("kernels.tuning_hopper", "target"),
+    ("kernels.tuning_hopper", "kernels.tuning_parts"),
+    ("kernels.tuning_parts", "kernels.hopper_config"),
+    ("kernels.tuning_parts", "target"),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
     ("kernels.tuning_decode", "kernels.tuning"),
@@ -69,6 +74,7 @@ NEIGHBOURS = {
     ("kernels.backward_launch", "kernels.attention_launch"),
     ("kernels.attention_hopper_launch", "kernels.uncovered"),
     ("kernels.attention_hopper_launch", "kernels.attention_hopper"),
+    ("kernels.attention_hopper_launch", "kernels.hopper_shape"),
     ("kernels.attention_hopper_launch", "kernels.hopper_tasks"),
     ("kernels.attention_hopper_launch", "kernels.decode_launch"),
     ("kernels.attention_hopper_launch", "kernels.merge_launch"),

@@ -15,7 +15,9 @@ from flashattn_lite.errors import show
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.hopper_tasks import ROWS, HopperTile
+from flashattn_lite.kernels.hopper_config import HopperConfig, pieces, pieces_of_v
+from flashattn_lite.kernels.hopper_shape import HopperTile
+from flashattn_lite.kernels.hopper_tasks import ROWS
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
     expanded_mask,
@@ -32,19 +34,8 @@ from flashattn_lite.kernels.operands import (
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
-from flashattn_lite.kernels.tuning_hopper import (
-    FEW_PARTS,
-    HOPPER_SPLITS,
-    LAST_TILES,
-    PARTS,
-    HopperConfig,
-    folding,
-    folds,
-    hopper_tile,
-    long_part,
-    pieces,
-    pieces_of_v,
-)
+from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
+from flashattn_lite.kernels.tuning_parts import FEW_PARTS, HOPPER_SPLITS, ONE_TILE_PARTS, folding, folds
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
@@ -63,7 +54,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
         reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
-    parts = PARTS if problem.len_q <= HOPPER_SPLITS[-1][0] and not problem.features.varlen else 1
+    parts = ONE_TILE_PARTS if problem.len_q <= HOPPER_SPLITS[-1][0] and not problem.features.varlen else 1
     tasks = problem.batch * problem.heads_q * triton.cdiv(problem.len_q, ROWS.value) * parts
     if tasks >= MOST_TASKS:
         reasons.append(f"it counts fewer than {MOST_TASKS} tiles of {ROWS.value} rows; these may be {tasks}")
@@ -90,12 +81,12 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Hopp
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
     of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
     o_width = min(config.o_width, of_v[1])
-    if config.split and not config.folds:
-        o_width //= 2  # a part's leave in float32, in as many bytes
+    if config.split and not config.alone:
+        o_width //= 2  # those of a state leave in float32, in as many bytes
     leaves = math.prod(of_v) // o_width
     o_slots = max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0)
     if config.folds_in_room:
-        o_slots = 2 * leaves  # O leaves by the room of a float32 acc
+        o_slots = leaves * (2 if config.alone else 1)  # what leaves does so by the room of a float32 acc
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         BLOCK_N=config.block_n,
@@ -116,10 +107,11 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         TURNS=config.turns,
         SPLIT=config.split,
         FEW=FEW_PARTS,
-        LONG=long_part(problem, config),
-        LANES=PARTS,
+        LONG=config.long,
+        LANES=config.parts,
         FOLDS=config.folds,
         FOLDS_IN_ROOM=config.folds_in_room,
+        ALONE=config.alone,
         SETTLES_AT_ONCE=problem.dtype == torch.bfloat16,
         MASK_ROWS=rows_differ(problem, mask, config.pack),
         MASK_ALIGN=mask_align(problem, mask, 4),
@@ -145,13 +137,13 @@ class Call:
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
         self.merge = merge_of(problem, inputs, tile, out, lse, target) if tile.PARTIAL else None
-        parts = self.merge.parts if self.merge else 1
+        states = self.merge.parts if self.merge else 1
         steps = (*strides(out, packed)[:3], *lse_strides(lse, packed))
-        if self.merge:  # to l from m; parts; of a batch entry's and a key/value head's states
-            rows = parts * problem.group * problem.len_q
-            steps = (self.merge.state_sizes[1], parts, 0, problem.heads_kv * rows, rows)
+        if self.merge:  # to l from m; states; of a batch entry's and a key/value head's states
+            rows = states * problem.group * problem.len_q
+            steps = (self.merge.state_sizes[1], states, 0, problem.heads_kv * rows, rows)
         row_tiles = triton.cdiv(problem.len_q, tile.BLOCK_M // tile.PACK)
-        num_m = row_tiles * parts
+        num_m = row_tiles * states
         num_tiles = num_m * problem.batch * heads
         rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
         self.numbers = (
@@ -165,7 +157,7 @@ class Call:
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
             by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
-            of_states(problem, out, parts, leaves) if self.merge else by_group(out, tile.GROUP, leaves, packed),
+            of_states(problem, out, states, leaves) if self.merge else by_group(out, tile.GROUP, leaves, packed),
             *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
@@ -235,8 +227,8 @@ def merge_of(
         tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=FEW_PARTS, columns=(128, 128, 128)
     )
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
-    parts = decode_launch.most_splits(problem, merged)
-    return Merge(problem, merged, parts, parts, (1, 1), config, out, lse, target)
+    parts, own = decode_launch.most_splits(problem, merged), FEW_PARTS if tile.FOLDS else 1
+    return Merge(problem, merged, triton.cdiv(parts, own), parts, (own, own), config, out, lse, target)
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:
@@ -265,10 +257,10 @@ def by_group(x: Tensor, group: int, block: list[int], packed: bool) -> TensorDes
     return _descriptor(x, shape, (step_b, step_h * group, step_m, step_h, step_d), [1, 1, *block])
 
 
-def of_states(problem: AttentionProblem, like: Tensor, parts: int, block: list[int]) -> TensorDescriptor:
-    """[batch, key/value head and part, row, head of the group, dim] tiles of what decode_merge.py reads as acc."""
+def of_states(problem: AttentionProblem, like: Tensor, states: int, block: list[int]) -> TensorDescriptor:
+    """[batch, key/value head and state, row, head of the group, dim] tiles of what decode_merge.py reads as acc."""
     rows, group, dim = problem.len_q, problem.group, problem.head_dim_v
-    shape = [problem.batch, problem.heads_kv * parts, rows, group, dim]
+    shape = [problem.batch, problem.heads_kv * states, rows, group, dim]
     steps = (shape[1] * group * rows * dim, group * rows * dim, dim, rows * dim, 1)
     base = like.new_empty(1, dtype=torch.float32)  # of the kind that is put in its place at each launch
     return _descriptor(base, shape, steps, [1, 1, *block])

@@ -191,13 +191,22 @@ def again_part(task, mode, chain, n_tile, it, n_clean, rings, bars, dst, lse, ar
                                                    F, T)  # fmt: skip
     fails = (exact == 0) & (overflows(m_i, l_row, F, T) | is_bad(acc, T))
     found |= gl.max((asked & fails).to(gl.int32), 0) * 2
+    done = asked & (fails == 0)
     mark = gl.where(fails, EXACT, CLEAN)
     lse_row = mark.to(gl.float32, bitcast=True)
     if mode == REDO:
-        if (part == 0) & (second == 0):
+        if (part % T.FEW == 0) & (second == 0):
             chain = no_parts(rings[3], WG, T)
-        chain = fold_rows(chain, m_i, l_row, acc, asked & (fails == 0), rings[3], WG, T)
-    if (mode != REDO) | (behind == 0):
+        chain = fold_rows(chain, m_i, l_row, acc, done, rings[3], WG, T)
+    if T.PARTIAL:
+        if mode != REDO:
+            move_state(acc, mode, rows.exists, dst, lse, task, WG, T)
+        if (mode == REDO) & (behind == 0):
+            m_c, l_c, acc_c = chain
+            write_sum(l_c, done, lse_ptrs, dst)
+            write_state(kept(acc_c, rings[3], WG, T), done, dst, lse, task, WG, T)
+            lse_row = gl.where(fails, lse_row, m_c)
+    elif (mode != REDO) | (behind == 0):
         out, lse_row = chain_or_counts(chain, acc, mode, rows, rings[3], args, DTYPE, WG, F, T)
         lse_row = gl.where(fails, mark.to(gl.float32, bitcast=True), lse_row)
         write_rows(out, mode, rings[2], dst, lse, task, WG, F, T)

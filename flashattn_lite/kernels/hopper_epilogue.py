@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashattn_lite.kernels.gluon_names import tma_store
-from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, heads_of, rows_of, state_rows
+from flashattn_lite.kernels.hopper_tasks import ROWS, entry_of, heads_of, rows_of, state_of, state_rows
 
 
 @gluon.jit
@@ -60,8 +60,8 @@ def send_rows(dst, buffer, column: gl.constexpr, task, WG: gl.constexpr, F: gl.c
     fence_async_shared()
     kv_head, in_group = heads_of(task, T)
     row = task.start_q + task.first + WG * (ROWS // T.PACK)
-    if T.PARTIAL:  # the parts of a key/value head, dst[2][1] of them, lie behind one another
-        kv_head = kv_head * dst[2][1] + task.part
+    if T.PARTIAL:  # the states of a key/value head, dst[2][1] of them, lie behind one another
+        kv_head = kv_head * dst[2][1] + state_of(task, T)
     tma_store(dst[0], [entry_of(task, F), kv_head, row, in_group, column], buffer)
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from flashattn_lite.kernels.decode_splits import finished_rows, weigh
 from flashattn_lite.kernels.device.state import EMPTY_L, finish, merge
 from flashattn_lite.kernels.gluon_names import reinterpret
-from flashattn_lite.kernels.hopper_epilogue import deliver
+from flashattn_lite.kernels.hopper_epilogue import deliver, write_sum
 from flashattn_lite.kernels.hopper_pieces import add_values, pieces_of, query_key, values_added
 from flashattn_lite.kernels.hopper_rows import (
     add_sink,
@@ -217,11 +217,16 @@ def row_tile_in_parts(task, n_tile, it, n_message, failed, rings, bars, talk, ds
         mbarrier.arrive(bars.v_empty.index(v_at), count=1)
 
     acc = folded(kept(acc_c, o_s, WG, T), acc, weight_c, weight_i, T)
-    out, lse_row = chain_rows(m_c, l_c, acc, rows, args, DTYPE, F, T)
+    lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
+    if T.PARTIAL:
+        out, lse_row = acc, m_c
+        write_sum(l_c, rows.exists, lse_ptrs, dst)
+    else:
+        out, lse_row = chain_rows(m_c, l_c, acc, rows, args, DTYPE, F, T)
     deliver(out, 0, T.LEAVES, dst, o_s, task, rows.exists, WG, F, T)
     bad = (over != 0) | is_bad(acc, T)
     mark = gl.where(bad, CLEAN, 0)
     lse_row = gl.where(bad, mark.to(gl.float32, bitcast=True), lse_row)
-    gl.store(lse_pointers(lse, task, rows.head, rows.pos, F, T), lse_row, mask=rows.exists)
+    gl.store(lse_ptrs, lse_row, mask=rows.exists)
     failed |= (bad & rows.exists).to(gl.int32)
     return it + 1, n_message, failed

@@ -1,6 +1,6 @@
 """Q, K, V and O of the Hopper kernel piece by piece of their columns: tiles come in powers of two, head dims do not.
 
-Of 65 to 96 columns three pieces of 32, of 129 to 192 three of 64, else one: `tuning_hopper.pieces`.
+Of 65 to 96 columns three pieces of 32, of 129 to 192 three of 64, else one: `hopper_config.pieces`.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
 def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, sizes, args, F: gl.constexpr,
                T: gl.constexpr):  # fmt: skip
     """`redo` of a tile whose parts were folded: all parts again, a second time those in which rows still fail."""
-    span, _ = span_of(tile, sizes, args, F, T)
-    part, second, dirty = tile * 0, 0, 0
+    span, first = span_of(tile, sizes, args, F, T)
+    part, second, dirty = first, 0, 0
     mode = marked(task_of(span, part, second, F, T), lse, F, T)
     while mode != FAST:
         task = task_of(span, part, second, F, T)
@@ -229,8 +229,8 @@ def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, 
             second = gl.where(second == 0, verdict // 2, 0)
         if second == 0:
             part += 1
-            if part == span.parts:
-                part = 0
+            if part == span.past:
+                part = first
                 mode = gl.where(mode == REDO, dirty * PLUS, gl.where(mode == PLUS, MINUS, FAST))
     return n_message, n_report, it, n_tile
 
@@ -238,13 +238,13 @@ def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, 
 @gluon.jit
 def serve_parts(tile, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr, sizes, args, F: gl.constexpr,
                 T: gl.constexpr):  # fmt: skip
-    """`serve` of all parts of a row tile, and where the ring stands behind it."""
-    span, _ = span_of(tile, sizes, args, F, T)
+    """`serve` of the parts of a row tile that are this block's, and where the ring stands behind them."""
+    span, first = span_of(tile, sizes, args, F, T)
     asked = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    for part in range(span.parts):
+    for part in range(first, span.past):
         task = task_of(span, part, 0, F, T)
-        n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile, part == 0,
-                                 part == span.parts - 1, counter_ptr, args, F, T)  # fmt: skip
+        n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile, part == first,
+                                 part == span.past - 1, counter_ptr, args, F, T)  # fmt: skip
         it += task.count
     return n_message, asked, it
 

@@ -6,7 +6,6 @@ each consumer some 600 cycles a tile, as much as two key tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -25,102 +24,10 @@ LISTED = gl.constexpr(512)  # tiles between two looks at the marks
 ROWS = gl.constexpr(64)  # rows of a consumer: wgmma's M
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Compile-time shape: what a problem fixes, and what tuning chose for it."""
-
-    WARPGROUPS: int  # consumers
-    BLOCK_N: int  # keys
-    STAGES: int  # of the K ring and of the V ring
-    Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers
-    HEAD_DIM_V: int
-    PIECES: int  # in which Q and K lie, one behind the other
-    BLOCK_D: int  # columns of a piece, a power of two; TMA fills what is more than the head dim with zeros
-    V_PIECES: int  # in which V lies, and O is added up
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PACK: int  # of them in one row tile, as a power of two; 1: one
-    Q_HELD: bool  # a consumer keeps its Q in registers: products read half as much from shared memory
-    O_WIDTH: int  # columns of O that leave at a time
-    O_SLOTS: int  # buffers for them, of each consumer
-    APART: bool  # K is given back as soon as its scores are there, not with the V of the step before
-    CARRIED: str  # what a consumer takes to its next step of its places in the rings: "", that in V's (v), both (kv)
-    TURNS: bool  # two consumers issue their products by turns
-    SETTLES_AT_ONCE: bool  # the first tile of which a row sees a key sets its reference for good
-    MASK_ROWS: bool  # rows of a tile may see different rows of a mask tensor
-    MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
-    MASK_COPIED: bool  # its tiles come by TMA, each with the K of its keys
-    LIMIT: float  # of l_i, so that no p has left its dtype's range
-    SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
-    FEW: int  # of how many, at most
-    LONG: int  # keys of one, at least, where there are more
-    LANES: int  # parts of a sequence's keys, at most
-    FOLDS: bool  # a block takes all parts of a row tile, one after the other, and folds their states
-    FOLDS_IN_ROOM: bool  # the acc of those before waits in shared memory, not in registers
-
-    @property
-    def PARTIAL(self) -> bool:
-        """A task is a row tile and a part of the keys; (m, l, acc) leave in the place of lse and O, to be merged."""
-        return self.SPLIT > 0 and not self.FOLDS
-
-    @property
-    def S_LAYOUT(self) -> Any:
-        """Of a consumer's scores, and of P."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_N, 16])
-
-    @property
-    def O_LAYOUT(self) -> Any:
-        """Of a piece of O."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.BLOCK_DV, 16])
-
-    @property
-    def PIECE_LAYOUT(self) -> Any:
-        """Of the columns of O that leave at a time."""
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.O_WIDTH, 16])
-
-    @property
-    def MASK_LAYOUT(self) -> Any:
-        """[64, N] of a mask as it is loaded: that of S or, where it can be, four keys of a row a thread, not two.
-
-        That is half as many lines of the cache to ask for. Of more keys, lanes and registers would differ from those of
-        S in two bits, and Triton would bring one to the other through shared memory, not by shuffles.
-        """
-        if not self.MASK_ROWS or self.MASK_ALIGN < 4:
-            return self.S_LAYOUT
-        return gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [8, 0], *([0, key] for key in (16, 32, 64) if key < self.BLOCK_N)],
-            lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, self.BLOCK_N],
-        )
-
-    @property
-    def L_LAYOUT(self) -> Any:
-        """[64, 4]: what is left when each thread adds up its own part of a row of S."""
-        return gl.DistributedLinearLayout(
-            reg_bases=[[8, 0]],
-            lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 4],
-        )
-
-    @property
-    def LEAVES(self) -> int:
-        """How many times O_WIDTH columns of O leave."""
-        return self.V_PIECES * self.BLOCK_DV // self.O_WIDTH
-
-    @property
-    def BLOCK_M(self) -> int:
-        """Rows of a tile, for those who read it."""
-        return 64 * self.WARPGROUPS
-
-
 class Sizes(NamedTuple):
     """What a launch is made of; heads are query heads, or key/value heads where they are packed."""
 
-    num_m: Any  # tasks of a head: its row tiles, each as often as there are parts
+    num_m: Any  # tasks of a head: its row tiles, each as often as there are parts, or chains of them
     heads: Any  # of a batch entry
     all_heads: Any  # of the batch
     section: Any  # heads that are worked on together
@@ -180,7 +87,7 @@ class Span(NamedTuple):
     diag_hi: Any
     first_tile: Any  # of the keys that the sequence's rows see
     each: Any  # tiles of a part
-    parts: Any  # 1 at least
+    past: Any  # the part behind the last that is this block's, with FOLDS
 
 
 @gluon.jit
@@ -204,7 +111,7 @@ def place(tile, sizes, F: gl.constexpr):
 
 @gluon.jit
 def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """(the row tile of a tile number, its part of the keys where that is the number's too)."""
+    """(the row tile of a tile number, its part of the keys where that is the number's too, the first with FOLDS)."""
     b, head, block_m = place(tile, sizes, F)
     len_q, len_k, diag_lo, diag_hi = sizes.rows_q, sizes.rows_k, sizes.diag_lo, sizes.diag_hi
     start_q, start_k, part = b * 0, b * 0, b * 0
@@ -216,13 +123,14 @@ def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
         start_k, len_k = clamp_sequence(gl.load(cu_k), gl.load(cu_k + 1), len_k)
     seen_lo, seen_hi, len_k, diag_lo, diag_hi = visible_keys(args.kv_lens_ptr, b, len_q, len_q, len_k,
                                                            diag_lo, diag_hi, F)  # fmt: skip
-    first_tile, each, parts = b * 0, b * 0, b * 0 + 1
+    first_tile, each, past = b * 0, b * 0, b * 0 + 1
     if T.SPLIT > 0:
         first_tile, tiles, each = splits_of(seen_lo, seen_hi, T)
         if T.FOLDS:
-            parts = gl.maximum((tiles + each - 1) // each, 1)
+            part *= T.FEW
+            past = gl.maximum(gl.minimum((tiles + each - 1) // each, part + T.FEW), part + 1)
     first = block_m * (ROWS * T.WARPGROUPS // T.PACK)
-    return Span(b, head, first, start_q, len_q, start_k, len_k, diag_lo, diag_hi, first_tile, each, parts), part
+    return Span(b, head, first, start_q, len_q, start_k, len_k, diag_lo, diag_hi, first_tile, each, past), part
 
 
 @gluon.jit
@@ -238,7 +146,7 @@ def task_of(span, part, second, F: gl.constexpr, T: gl.constexpr):
     count, edges, before, lo, full_lo, full_hi = visited_tiles(span.first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
     count, edges = gl.maximum(count, 1), gl.maximum(edges, 1)
     if T.FOLDS:
-        part += (span.parts - 1 - part + second * T.LANES) * T.LANES
+        part += (span.past - 1 - part + second * T.LANES) * T.LANES
     return Task(span.b, span.head, span.first, span.start_q, span.len_q, len_k, diag_lo, diag_hi, count, edges, before,
                 lo, full_lo, full_hi, part, start_k)  # fmt: skip
 
@@ -257,6 +165,15 @@ def part_of(task, T: gl.constexpr):
     In one word, because a message has room for no more.
     """
     return task.part % T.LANES, task.part // T.LANES % T.LANES, task.part // (T.LANES * T.LANES)
+
+
+@gluon.jit
+def state_of(task, T: gl.constexpr):
+    """Which of the states of its rows a task leaves: its part's, with FOLDS its chain's."""
+    if T.FOLDS:
+        return part_of(task, T)[0] // T.FEW
+    else:
+        return task.part
 
 
 @gluon.jit
@@ -336,9 +253,9 @@ def lse_pointers(lse, task, head, pos, F: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def state_rows(lse, task, head, pos, T: gl.constexpr):
-    """Numbers of rows in [B, Hkv, parts, G, L], as decode_merge.py reads them; lse[1]: strides of B and Hkv."""
+    """Numbers of rows in [B, Hkv, states, G, L], as decode_merge.py reads them; lse[1]: strides of B and Hkv."""
     at = task.b.to(gl.int64) * lse[1][0] + (head // T.GROUP).to(gl.int64) * lse[1][1]
-    return at + task.part.to(gl.int64) * (T.GROUP * task.len_q) + (head % T.GROUP * task.len_q + pos)
+    return at + state_of(task, T).to(gl.int64) * (T.GROUP * task.len_q) + (head % T.GROUP * task.len_q + pos)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ SEED = int(os.environ.get("LAW_SEED", "0"))  # other turns than the suite's
 
 def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     """From here on CPU tensors are on a Hopper GPU, whose Gluon kernels run on PyTorch; each launch by other turns."""
-    from flashattn_lite.kernels import attention_hopper_launch, backward_launch, start, tuning_hopper
+    from flashattn_lite.kernels import attention_hopper_launch, backward_launch, hopper_config, start
 
     sources = sources or unchanged()
     seeds: Iterator[int] = itertools.count(1000 * SEED)
@@ -36,7 +36,7 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     patch.setattr(calls, "_ready", {})
     patch.setattr(calls, "_gradients", {})
     patch.setattr(backward_launch, "why_not", lambda *_: ["only Gluon runs on PyTorch"])
-    patch.setattr(tuning_hopper, "V_IN_PIECES", True)  # whatever Triton's version: the more general
+    patch.setattr(hopper_config, "V_IN_PIECES", True)  # whatever Triton's version: the more general
     patch.setattr(start.Starter, "__call__", run)
     patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
     counters = attention_hopper_launch.counters

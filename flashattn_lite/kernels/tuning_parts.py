@@ -1,0 +1,141 @@
+"""Into which parts the Hopper kernel takes the keys of few rows, and who takes them, as measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from flashattn_lite.kernels.hopper_config import (
+    HOPPER_TALK,
+    NEVER,
+    HopperConfig,
+    pieces,
+    pieces_of_v,
+    room_of,
+    widest_of,
+)
+from flashattn_lite.problem import AttentionProblem
+from flashattn_lite.target import Target
+
+# Few rows over many keys leave most of the card idle: rows of a head up to which, keys of a part at least, up to which
+# head dim. 8k keys, causal, us on an H200 in turn: in parts of 1024, 2048 and 4096 keys, whole; FlashAttention-3.
+#   128: 1 x 32 / 8 heads x 128 rows  41.0  36.1  51.3  82.7; 36.5   1 x 8 / 1 heads  20.4  28.9  47.5  80.7; 18.0
+#                          x 64 rows  26.3  33.8  50.4  82.1; 23.8
+#                         x 256 rows  74.8  66.8  62.6  81.9; 64.9   1 x 8 / 1 heads  23.8  31.0  48.4  80.6; 22.3
+#   64:  1 x 32 / 8 heads x 128 rows  27.4  27.2     -  88.7; 28.2
+#   256: 1 x 16 / 8 heads x 128 rows  42.6  54.9  90.1 156.3; 40.7
+# 16 parts of 512: 53.5 in the first, 19.9 in the second. Merged four rows a program: level. A part is like a short
+# causal sequence and has its tile. The first at 2048, d64 at 1024: 37.0, 28.5; with the tile of 8k keys 38.1, 37.3.
+# On an H100, acc by TMA through one buffer and two, not from registers: 1 x 32 / 8 heads x 64 rows in parts of 1024
+# 30.2 to 28.2 and 27.2, x 128 rows 41.3 to 39.9 and 40.4, 8 x 64 rows 170.4 to 163.0 and 162.1, 256: 48.0 to 44.6.
+# More rows, where blocks that find enough row tiles take all parts (see FOLDED), on an H100, 70 ms warm and 40 timed:
+# in parts of 2048 and of 4096 keys, whole; FlashAttention-3.
+#   128: 512 rows   8k, 32 / 8 heads  107.6 105.3 102.7; 107.4       16 / 4   64.1  61.9  80.5;  60.5
+#                       8 / 1          33.6  48.7  78.9;  33.4  4 x 32 / 8   404.5 398.3 387.6; 426.4
+#                  32k, 32 / 8        381.4 401.2 377.6; 407.3    4k, 8 / 1   30.9  42.9  43.0;  22.1
+#       1024 rows, 16k, 32 / 8        391.6 369.9 376.3; 398.6        8 / 1  116.8 108.0 151.0; 111.4
+#   64:  512 rows   8k, 32 / 8         72.3  73.3  87.4;  81.9  4 x 32 / 8   275.9 275.7 290.7; 309.0
+# Parts of wider heads are always tasks: 512 rows of 8k, two sequences of 16 / 4 heads of 256 238.7 226.0 177.0; 199.3,
+# one 115.4 106.9 154.8; 103.7. So at 8192 keys there, where few heads gain most and many lose least.
+HOPPER_SPLITS = ((128, 1024, 256), (256, 2048, 256), (512, 2048, 128), (512, 8192, 256), (1024, 4096, 128))
+# Up to so many rows of a head parts have the tile of short causal sequences, of more that of the longest: 512 rows of
+# 16k and 32k, 32 / 8 heads of 128 218 206, 423 393 us (H100). Heads of 64 have one of their own there: 32k, 8 / 1 heads
+# 67.8, with the longest's 90.9, the short one 69.7.
+SHORT_ROWS = 256
+# Where one row tile has all query heads of a K/V head, two at least: parts of 1024 and 512 keys; FlashAttention-3. 16
+# rows of 2k, 4k and 32k keys, 64 / 8 heads 20.0 15.8; 13.0, 20.3 17.6; 15.5, 57.9 60.4; 58.9, 8 / 1 heads 18.5 13.7;
+# 11.5, 18.5 13.8; 11.9, 46.0 28.2; 20.8, of 4k d64 14.7 12.4; 13.9, d256 33.2 28.9; 27.7, but 8 x 64 / 8 heads 46.6
+# 48.9; 38.4, 73.0 80.3; 60.4.
+# More than 64 rows of heads of 64 have two consumers, one before: 32 x 64 / 8 heads x 16 rows of 2k 95 56; 59, but 1 x
+# 4k 11.5 13.0; 13.3 (H100).
+ONE_TILE_SPLIT = 512
+# A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
+# to PARTS, of one row tile ONE_TILE_PARTS; past SHORT_ROWS never more. Many parts fill the GPU with few heads; states
+# cost others 10%, but where a block takes a chain of parts (see FOLDED). Heads wider than CHAINED never are in chains,
+# and have fewer. us on an H100, 70 ms warm and 40 timed: LONG_PARTS 4 and at most 32 parts; 2 and at most 64, at most
+# 128 (c: in chains); FlashAttention-3.
+#   one row tile, 8 / 1 heads x 16 rows: 16k 26.6 18.7; 16.4, 32k 28.1 19.5; 20.9, 64k 29.0 23.3; 27.6, 128k 47.1 34.6
+#     42.3; 40.1. 16 of 16k 58.2 66.6; 56.9, of 64k 215 198c; 188
+#   64 / 8 heads x 16 rows: 16k 33.8 37.9; 35.0, 32k 59.8 66.6; 58.3, 128k 201 216 200c; 192, 8 x 8k 124 124 112c; 104
+#     (16 parts of 512), 8 x 16k 213 200c; 191, 4 x 32k 216 196c; 190
+#   heads of 64, 8 / 1 x 16 rows: 32k 23.6 16.9; 18.1, 128k 40.7 25.7 28.7; 30.2, 64 / 8 128k 108 115; 127, 8 x 16k 114
+#     107c; 121
+#   more row tiles, LONG_PARTS 4 and at most 32, in chains where they fill the GPU; 2, the same; FlashAttention-3:
+#   8 / 1 heads x 64 rows: 32k 45.6 28.8; 23.8, 64k 48.4 35.7; 37.6, x 128 rows: 32k 46.6 33.9; 35.3, 64k 57.0 62.8;
+#     63.1
+#   32 / 8 heads x 64 rows: 32k 67.0 73.9; 68.1, 4 x 64k 484c 491c; 486, x 128 rows: 32k 112 126; 113, 64k 219 218c;
+#     222, 128k 402c; 446 (as tasks 424), x 256 rows: 64k 412 403c; 433, 128k 783c 826c; 846 (824, 788)
+#   heads of 64, 32 / 8 x 128 rows: 64k 159 170; 159 (chains, of which the GPU runs three times as many, 199c, 174c)
+#   heads of 256, 16 / 8 x 128 rows: 32k 121 133; 130, 64k 223 257; 236, 8 / 1 x 16 rows of 64k 49.2 39.8; 44.5, 4 x 16
+#     / 8 x 64 rows of 64k 819 929; 716
+FEW_PARTS, LONG_PARTS, PARTS, ONE_TILE_PARTS = 8, 2, 32, 64
+CHAINED, WIDE_LONG_PARTS = 128, 4
+# Blocks take a chain of parts of a row tile, and fold them, where chains have so many of the places of all waves. us on
+# an H100, 70 ms warm and 40 timed: parts as tasks, by one block, by one that holds Q too, whole; FlashAttention-3.
+#   128, 8k, 32 / 8 heads:  8 x 64 rows 159.4 126.4 129.9 115.4; 120.9    7 x 64 143.8 114.9 117.0 122.2; 118.2
+#                          4 x 128 rows 152.8 117.0 117.3 105.9; 115.2   2 x 256 130.5 110.4 109.3 100.2; 111.7
+#        64 / 8 heads x 16 rows, 32 x 2k 157.4 105.6 109.0 102.9; 101.4
+#        32 / 8 heads x 32 rows, 16 x 4k 145.1 102.1 103.5 100.3;  98.7
+#   64:  8 x 64 rows of 8k 106.6 93.1, whole 104.9; 107.1, 32 x 16 rows of 2k 94.0 57.3, 62.6; 66.8
+# Short runs on an H200: 96, 128, 160, 192 row tiles as tasks 105.7 135.9 171.6 205.1, by one block 104.9 112.8 217 230.
+FOLDED = 0.8
+# The acc of the parts before waits in registers up to so many columns, else in shared memory. What the compiler puts
+# on the stack comes back from L2, past the little that shared memory leaves of L1. Short runs on an H200, in registers
+# or on the stack and in shared memory: 8 x 64 rows of 128 117.1 114.3, of 64 89.0 101.0; with 128 keys a tile 157 120,
+# with Q held 138 114; heads of 256, on the stack alone, 258 (parts as tasks 183).
+FOLDED_IN_REGISTERS = 64
+
+
+def split_of(problem: AttentionProblem) -> int:
+    """Keys of a part, at least; 0: a row tile takes all of its own."""
+    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
+    splits = (split for rows, split, dims in HOPPER_SPLITS if problem.len_q <= rows and widest_of(problem) <= dims)
+    split = next((split for split in splits if seen >= 2 * split), 0)
+    return ONE_TILE_SPLIT if split and problem.group > 1 and problem.group * problem.len_q <= 128 else split
+
+
+def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> HopperConfig:
+    """The tile of parts of so many keys, at least."""
+    chained = widest_of(problem) <= CHAINED
+    long = NEVER if problem.len_q > SHORT_ROWS else split * (LONG_PARTS if chained else WIDE_LONG_PARTS)
+    return replace(
+        config, split=split, long=long, parts=ONE_TILE_PARTS if chained and split == ONE_TILE_SPLIT else PARTS
+    )
+
+
+def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
+    """Whether a block takes a chain of parts of a row tile, where each could be a task: to the same bits; the batch may
+    say. If acc fits on chip a second time, and chains are enough for the GPU.
+    """
+    rows = 64 * config.warpgroups
+    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
+    taken = folding(problem, config)
+    o_bytes = 4 if taken.folds_in_room else 2 * config.o_slots
+    needed = rows * (dim * 2 + dim_v * o_bytes) + config.stages * config.block_n * (dim + dim_v) * 2 + HOPPER_TALK
+    tiles = -(-problem.len_q // (rows // config.pack)) * problem.batch
+    tiles *= problem.heads_kv if config.pack > 1 else problem.heads_q
+    parts = parts_of(problem, config)
+    # Of three blocks on a multiprocessor one is enough, as measured, where rows leave, but not where states do.
+    at_once = target.multiprocessors * (1 if taken.alone else config.blocks)
+    waves = -(-tiles * -(-parts // FEW_PARTS) // at_once)
+    places = waves * at_once * min(parts, FEW_PARTS)
+    return needed <= room_of(config) and tiles * parts >= FOLDED * places
+
+
+def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Of the keys that all rows of a sequence see between them, as `splits_of` has them."""
+    tiles = -(-keys_in_tiles(problem, config) // config.block_n)
+    each = min(-(-tiles // FEW_PARTS), config.long // config.block_n)
+    return -(-tiles // max(each, config.split // config.block_n, -(-tiles // config.parts)))
+
+
+def keys_in_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Keys of the tiles that hold all that a sequence's rows see: with a window the first may begin ahead of these."""
+    return (-(-problem.keys_seen // config.block_n) + problem.features.left) * config.block_n
+
+
+def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
+    """The tile of blocks that take a chain of parts: Q's registers and second room are for the states."""
+    in_room = math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
+    alone = keys_in_tiles(problem, config) <= FEW_PARTS * config.long
+    return replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)

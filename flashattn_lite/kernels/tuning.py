@@ -1,7 +1,7 @@
 """Tile shapes of the attention kernels, by GPU, head dim, dtype and causal, each with the measurement that chose it.
 
-The Hopper kernel's are in `tuning_hopper.py`, those of decoding and of softmax in `tuning_decode.py` and
-`tuning_softmax.py`.
+The Hopper kernel's are in `tuning_hopper.py` and `tuning_parts.py`, those of decoding and of softmax in
+`tuning_decode.py` and `tuning_softmax.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 import flashattn_lite as fa
 from flashattn_lite import calls
 from flashattn_lite.errors import BackendError
-from flashattn_lite.kernels import attention_hopper_launch, tuning_parts
+from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper, tuning_parts
 from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, assert_close_to_oracle, check, check_packed
@@ -75,7 +75,8 @@ def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False) ->
     patch.setattr(tuning_parts, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
     if chains:
         patch.setattr(tuning_parts, "LONG_PARTS", 1)
-        patch.setattr(tuning_parts, "SHORT_ROWS", 1 << 20)
+        for module in (tuning_parts, tuning_hopper):
+            patch.setattr(module, "SHORT_ROWS", 1 << 20)
         for module in (tuning_parts, attention_hopper_launch):
             patch.setattr(module, "FEW_PARTS", 2)
     patch.setattr(tuning_parts, "FOLDED", 0.0 if folded else math.inf)

@@ -6,7 +6,7 @@ Warps have roles:
   producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA, with
                                   MASK_COPIED each consumer's rows of the mask too (else they load them themselves)
   consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers;
-                                  where it takes a chain of parts of them (FOLDS) as hopper_folds.py has it
+                                  where it takes a chain of parts of the keys (FOLDS) as hopper_folds.py has it
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
 State of each row, as in attention.py: (m_i, l_i, acc), m_i in log2 units. `visited_tiles` gives the tiles with masked

@@ -35,7 +35,7 @@ from flashattn_lite.kernels.operands import (
 from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
-from flashattn_lite.kernels.tuning_parts import FEW_PARTS, HOPPER_SPLITS, ONE_TILE_PARTS, folding, folds
+from flashattn_lite.kernels.tuning_parts import FEW_PARTS, ONE_TILE_PARTS, folding, folds, split_of
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
@@ -54,7 +54,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
         reasons.append(f"it computes float16 and bfloat16, not {show(problem.dtype)}")
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
-    parts = ONE_TILE_PARTS if problem.len_q <= HOPPER_SPLITS[-1][0] and not problem.features.varlen else 1
+    parts = ONE_TILE_PARTS if split_of(problem) else 1
     tasks = problem.batch * problem.heads_q * triton.cdiv(problem.len_q, ROWS.value) * parts
     if tasks >= MOST_TASKS:
         reasons.append(f"it counts fewer than {MOST_TASKS} tiles of {ROWS.value} rows; these may be {tasks}")

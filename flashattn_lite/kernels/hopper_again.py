@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from flashattn_lite.kernels.device.scores import row_maximum
-from flashattn_lite.kernels.device.state import rounded
+from flashattn_lite.kernels.device.state import EMPTY_M, rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import (
     columns,
@@ -189,7 +189,8 @@ def again_part(task, mode, chain, n_tile, it, n_clean, rings, bars, dst, lse, ar
     asked = rows.exists & ((mark == EXACT) | ((mark == CLEAN) & (second == 0)))
     m_i, l_row, acc, found, n_clean = attend_again(task, mode, exact, rows, n_tile, it, n_clean, rings, bars, args, WG,
                                                    F, T)  # fmt: skip
-    fails = (exact == 0) & (overflows(m_i, l_row, F, T) | is_bad(acc, T))
+    # -inf: nothing that the row saw while its reference could move had a score, but later keys may have one.
+    fails = (exact == 0) & (overflows(m_i, l_row, F, T) | is_bad(acc, T) | (m_i == EMPTY_M))
     found |= gl.max((asked & fails).to(gl.int32), 0) * 2
     done = asked & (fails == 0)
     mark = gl.where(fails, EXACT, CLEAN)
@@ -236,7 +237,7 @@ def moved(had, seen, infinity):
 
 @gluon.jit
 def move_state(acc, mode, exists, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
-    """PLUS, MINUS of `write_rows` where a task is a part of the keys."""
+    """PLUS, MINUS of `write_rows` where states leave."""
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
     wanted = of_pieces(exists, T)
     LEAVES: gl.constexpr = T.LEAVES

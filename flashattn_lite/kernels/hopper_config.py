@@ -1,4 +1,4 @@
-"""One row of the Hopper kernel's table of tiles, and what it takes on chip."""
+"""The tile of a launch of the Hopper kernel, as tables and parts of keys make it, and what it takes on chip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V_IN_PIECES = not OPERANDS_COPIED
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One row of the Hopper kernel's table."""
+    """A row of the Hopper kernel's table; from `split` to `folds_in_room` what `tuning_parts.py` adds to it."""
 
     warpgroups: int  # consumers, of 64 rows each
     block_n: int  # keys a tile

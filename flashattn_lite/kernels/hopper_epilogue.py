@@ -1,6 +1,6 @@
 """How O leaves a consumer of the Hopper kernel: through shared memory, by TMA where the rows are all its own.
 
-Of a part of the keys acc leaves in its place, in float32, to where decode_merge.py reads it.
+Of a part of the keys, or a chain of parts, acc leaves in its place, in float32, to where decode_merge.py reads it.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def out_pointers(dst, offs_r, column, COLUMNS: gl.constexpr, task, LAYOUT: gl.co
 
 @gluon.jit
 def write_sum(l_row, exists, lse_ptrs, dst):
-    """Writes a consumer's rows of l where a task is a part of the keys: dst[2][0] behind m."""
+    """Writes a consumer's rows of l where states leave: dst[2][0] behind m."""
     gl.store(lse_ptrs + dst[2][0], l_row, mask=exists)
 
 
 @gluon.jit
 def write_state(acc, exists, dst, lse, task, WG: gl.constexpr, T: gl.constexpr):
-    """Writes some of a consumer's rows of acc [64, Dv], from registers, where a task is a part of the keys."""
+    """Writes some of a consumer's rows of acc [64, Dv], from registers, where states leave."""
     wanted = of_pieces(exists, T)
     LEAVES: gl.constexpr = T.LEAVES
     for i in gl.static_range(LEAVES):

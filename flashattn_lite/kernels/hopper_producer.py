@@ -216,7 +216,7 @@ def redo(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, s
 @gluon.jit
 def redo_parts(tile, n_message, n_report, talk, descs, rings, bars, it, n_tile, lse, sizes, args, F: gl.constexpr,
                T: gl.constexpr):  # fmt: skip
-    """`redo` of a tile whose parts were folded: all parts again, a second time those in which rows still fail."""
+    """`redo` of a tile whose parts were folded: its whole chain, a second time the parts in which rows still fail."""
     span, first = span_of(tile, sizes, args, F, T)
     part, second, dirty = first, 0, 0
     mode = marked(task_of(span, part, second, F, T), lse, F, T)

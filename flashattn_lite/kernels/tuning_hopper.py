@@ -91,8 +91,8 @@ HOPPER_TILES: HopperTable = (
     ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
     ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
-# There these are tried first, without masks, at the head dims that were measured: Triton 3.9 on an H100, bf16, TFLOP/s,
-# causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
+# With OPERANDS_COPIED these are tried first, without masks, at the head dims that were measured: Triton 3.9 on an H100,
+# bf16, TFLOP/s, causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
 #   64:  three, 64 keys, Q held        291 413 466 525, 419 479 504 545
 #        the same, not held            321 421 480 549, 437 496 526 557
 #        two by turns, 128 keys        323 407 470 518, 455 484 498 512
@@ -134,9 +134,9 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
 
     `mask_bytes`: of an element of a mask that TMA can copy; 0: the mask has one row for all queries. None: there is no
     mask, or one that must be loaded.
-    A function of these, of head dims, the number of query heads a K/V head, and of lengths in three places: the number
+    A function of these, of head dims, the number of query heads a K/V head, and of lengths in four places: the number
     of keys in the tables (of packed sequences, whose neighbours would then decide, always SHORT), HOPPER_SPLITS with
-    ONE_TILE_SPLIT, and PACKED_ROWS.
+    ONE_TILE_SPLIT, SHORT_ROWS, and PACKED_ROWS.
     """
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     keys, causal = SHORT if problem.features.varlen else problem.len_k, problem.features.right

@@ -35,7 +35,7 @@ from flashattn_lite.target import Target
 #                  32k, 32 / 8        381.4 401.2 377.6; 407.3    4k, 8 / 1   30.9  42.9  43.0;  22.1
 #       1024 rows, 16k, 32 / 8        391.6 369.9 376.3; 398.6        8 / 1  116.8 108.0 151.0; 111.4
 #   64:  512 rows   8k, 32 / 8         72.3  73.3  87.4;  81.9  4 x 32 / 8   275.9 275.7 290.7; 309.0
-# Parts of wider heads are always tasks: 512 rows of 8k, two sequences of 16 / 4 heads of 256 238.7 226.0 177.0; 199.3,
+# Parts of heads of 256 are always tasks: 512 rows of 8k, two sequences of 16 / 4 heads of 256 238.7 226.0 177.0; 199.3,
 # one 115.4 106.9 154.8; 103.7. So at 8192 keys there, where few heads gain most and many lose least.
 HOPPER_SPLITS = ((128, 1024, 256), (256, 2048, 256), (512, 2048, 128), (512, 8192, 256), (1024, 4096, 128))
 # Up to so many rows of a head parts have the tile of short causal sequences, of more that of the longest: 512 rows of
@@ -51,9 +51,9 @@ SHORT_ROWS = 256
 ONE_TILE_SPLIT = 512
 # A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
 # to PARTS, of one row tile ONE_TILE_PARTS; past SHORT_ROWS never more. Many parts fill the GPU with few heads; states
-# cost others 10%, but where a block takes a chain of parts (see FOLDED). Heads wider than CHAINED never are in chains,
-# and have fewer. us on an H100, 70 ms warm and 40 timed: LONG_PARTS 4 and at most 32 parts; 2 and at most 64, at most
-# 128 (c: in chains); FlashAttention-3.
+# cost others up to 15%, but where a block takes a chain of parts (see FOLDED). Heads wider than CHAINED, whose acc does
+# not fit twice beside long rings, have fewer, and are never folded. us on an H100, 70 ms warm and 40 timed: LONG_PARTS
+# 4 and at most 32 parts; 2 and at most 64, at most 128 (c: in chains); FlashAttention-3.
 #   one row tile, 8 / 1 heads x 16 rows: 16k 26.6 18.7; 16.4, 32k 28.1 19.5; 20.9, 64k 29.0 23.3; 27.6, 128k 47.1 34.6
 #     42.3; 40.1. 16 of 16k 58.2 66.6; 56.9, of 64k 215 198c; 188
 #   64 / 8 heads x 16 rows: 16k 33.8 37.9; 35.0, 32k 59.8 66.6; 58.3, 128k 201 216 200c; 192, 8 x 8k 124 124 112c; 104
@@ -104,8 +104,9 @@ def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> Hop
 
 
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
-    """Whether a block takes a chain of parts of a row tile, where each could be a task: to the same bits; the batch may
-    say. If acc fits on chip a second time, and chains are enough for the GPU.
+    """Whether a block takes a chain of parts of a row tile, where each could be a task.
+
+    If acc fits on chip a second time, and chains are enough for the GPU. The batch may say, since bits do not tell.
     """
     rows = 64 * config.warpgroups
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
@@ -119,23 +120,20 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
     at_once = target.multiprocessors * (1 if taken.alone else config.blocks)
     waves = -(-tiles * -(-parts // FEW_PARTS) // at_once)
     places = waves * at_once * min(parts, FEW_PARTS)
-    return needed <= room_of(config) and tiles * parts >= FOLDED * places
+    fits = widest_of(problem) <= CHAINED and needed <= room_of(config)
+    return fits and tiles * parts >= FOLDED * places
 
 
 def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Of the keys that all rows of a sequence see between them, as `splits_of` has them."""
-    tiles = -(-keys_in_tiles(problem, config) // config.block_n)
+    # With a window the first tile may begin ahead of the keys that are seen.
+    tiles = -(-problem.keys_seen // config.block_n) + problem.features.left
     each = min(-(-tiles // FEW_PARTS), config.long // config.block_n)
     return -(-tiles // max(each, config.split // config.block_n, -(-tiles // config.parts)))
-
-
-def keys_in_tiles(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Keys of the tiles that hold all that a sequence's rows see: with a window the first may begin ahead of these."""
-    return (-(-problem.keys_seen // config.block_n) + problem.features.left) * config.block_n
 
 
 def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
     """The tile of blocks that take a chain of parts: Q's registers and second room are for the states."""
     in_room = math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
-    alone = keys_in_tiles(problem, config) <= FEW_PARTS * config.long
+    alone = parts_of(problem, config) <= FEW_PARTS
     return replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)

@@ -22,7 +22,7 @@ from flashattn_lite.testing.strategies import FEATURES, cases
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 
 def few_rows(batch: int, heads: tuple[int, int], rows: int, keys: int, dim: int) -> AttentionProblem:
@@ -128,11 +128,12 @@ def test_rows_that_fail_in_some_parts(dtype, chains, hopper_device):
     assert not folded[0].isfinite().all() and folded[0].isfinite().any()
 
 
-@pytest.mark.parametrize("chains", [False, True], ids=["one chain", "chains"])
-@pytest.mark.parametrize("hidden", [slice(192, 256), slice(256, 320), slice(320, 384)], ids=str)
+@pytest.mark.parametrize(
+    ("chains", "hidden"), [(False, slice(192, 256)), (True, slice(256, 320))], ids=["one chain", "chains"]
+)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_scores_of_which_a_part_sees_only_minus_infinity_at_first(dtype, hidden, chains, hopper_device):
-    """Half of a part, whichever is visited first: the row has no reference then, but keys behind it."""
+    """The first tile of a part, which leaves the row with no reference, but keys behind it."""
     case = with_failures(dtype, hopper_device)
     q, k, v = case.q.abs(), torch.randn_like(case.k), torch.randn_like(case.v)
     k[:, :, hidden, 0] = -math.inf

@@ -143,9 +143,12 @@ def test_lengths_are_copied_ahead_of_the_launch_that_another_follows(behind, mon
 
 def test_more_row_tiles_than_a_message_tells_of_are_refused():
     inputs, problem = attention_problem(64, 64, torch.float16, 64, 2, False, False, False, "", (None, None), {})
-    assert not attention_hopper_launch.why_not(problem, inputs)
-    many = dataclasses.replace(problem, batch=1 << 25)
-    assert "row" in attention_hopper_launch.why_not(many, inputs)[0]
+    least = attention_hopper_launch.MOST_TASKS // problem.heads_q
+    for len_k, parts in ((problem.len_k, 1), (8192, 64)):
+        most = dataclasses.replace(problem, len_k=len_k, batch=least // parts - 1)
+        assert not attention_hopper_launch.why_not(most, inputs)
+        many = dataclasses.replace(most, batch=least // parts)
+        assert "row" in attention_hopper_launch.why_not(many, inputs)[0]
 
 
 @pytest.mark.parametrize("lengths", [(1, 2**30), (2**30, 1), (1, 2**31)])

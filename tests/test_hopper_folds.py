@@ -22,7 +22,7 @@ from flashattn_lite.testing.strategies import FEATURES, cases
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 
 def few_rows(batch: int, heads: tuple[int, int], rows: int, keys: int, dim: int) -> AttentionProblem:
@@ -98,9 +98,12 @@ def test_who_takes_the_parts_does_not_show(dim, chains, hopper_device):
         max_heads=3,
     )
 
-    @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None)
+    few = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]
+
+    @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None, suppress_health_check=few)
     @hypothesis.given(drawn)
     def same(case: Case) -> None:
+        hypothesis.assume(case.q.numel() and case.k.shape[2] > 256)  # two parts
         apart, folded = in_both_ways(case, chains)
         assert_same_bits(folded, apart, "parts that one block takes", case)
 

@@ -98,9 +98,8 @@ def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> Hop
     """The tile of parts of so many keys, at least."""
     chained = widest_of(problem) <= CHAINED
     long = NEVER if problem.len_q > SHORT_ROWS else split * (LONG_PARTS if chained else WIDE_LONG_PARTS)
-    return replace(
-        config, split=split, long=long, parts=ONE_TILE_PARTS if chained and split == ONE_TILE_SPLIT else PARTS
-    )
+    parts = ONE_TILE_PARTS if chained and split == ONE_TILE_SPLIT else PARTS
+    return replace(config, split=split, long=long, parts=parts)
 
 
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:

@@ -176,6 +176,23 @@ def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim, hopper_devic
     torch.testing.assert_close(out, torch.full_like(q, 1e35), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("bias", [-30.0, -200.0, -1e9, -1e10, -1e30, torch.finfo(torch.float32).min])
+def test_a_bias_hides_nothing_that_v_holds_and_shows_nothing(bias, dtype, copied, hopper_device):
+    """Row 3 looks at all keys through the bias, rows of the second entry at the first key, which row 5 may not see."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 1, n, 64, device=hopper_device).to(dtype) for n in (20, 200, 200))
+    mask = torch.zeros(2, 1, 20, 200, device=hopper_device)
+    mask[:, :, 3], mask[1, :, :, 0], mask[:, :, 5, 0] = bias, bias, -math.inf
+    for value in (math.inf, -math.inf, math.nan):
+        v[:, :, 0, 7] = value
+        out = hopper(fa.attention, copied)(q, k, v, mask=mask)
+        exact = attention_reference(q.double(), k.double(), v.double(), mask=mask.double())
+        assert torch.equal(out.isfinite(), exact.isfinite())
+        torch.testing.assert_close(out[:, :, 5].double(), exact[:, :, 5], atol=0.03, rtol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.hopper
 def test_more_tiles_than_one_look_takes():

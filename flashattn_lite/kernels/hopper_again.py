@@ -3,7 +3,7 @@
 Nothing overlaps here, and nothing is as fast as it could be: it is rare, and its code must not weigh on the usual way.
 REDO: rows marked EXACT at the running maximum throughout, rows marked CLEAN by the arithmetic of the first pass, to the
 bit, both from a V freed of what is not finite. PLUS, MINUS: that infinity to the rows that see one in V, by a count of
-such keys (a NaN is both). Only marked rows are written.
+such keys (a NaN is both). Only what rows that failed gain is written.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr,
     s, scale = scaled(s, args, F)
     s = gl.where(mode == REDO, s, 0.0)
     s, scale = hide(s, scale, mask, i, rows, task, args, True, F, T)
+    if F.mask == "float":  # which counts as seen whatever it adds
+        s = gl.where((mode == REDO) | (s == float("-inf")), s, 0.0)
     row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale
     # Past EXACT_M a product must be rounded before it is subtracted.
     before = gl.where(exact != 0, row_scale, 1.0)

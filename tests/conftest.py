@@ -84,14 +84,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.hopper])])
 def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the Hopper kernel runs: its source on PyTorch (tests/gluon_on_torch), or a Hopper GPU."""
-    if request.param == "cpu":
-        pytest.importorskip("triton", reason="the kernels need Triton")
-        if INTERPRETING:
-            pytest.skip("the same without TRITON_INTERPRET=1")
-        from tests.gluon_on_torch.hopper import on_torch
+    """Where the Hopper kernel runs: its source on PyTorch (tests/gluon_on_torch), or a Hopper GPU.
 
+    Row tiles are whole, few as they are; tests/test_hopper_dealt.py deals them out.
+    """
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    if INTERPRETING:
+        pytest.skip("the same without TRITON_INTERPRET=1")
+    from tests.gluon_on_torch.hopper import on_torch, whole_row_tiles
+
+    if request.param == "cpu":
         on_torch(monkeypatch)
+    else:
+        whole_row_tiles(monkeypatch)
     return torch.device(request.param)
 
 

@@ -15,8 +15,9 @@ from benchmarks.mistakes import mistakes  # noqa: E402
 from benchmarks.offline import attention_plan, attention_problem, compiled, usage  # noqa: E402
 from benchmarks.sass import disassembled, flow, functions  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import attention_hopper_launch, hopper_config, tuning_hopper  # noqa: E402
+from flashattn_lite.kernels import attention_hopper_launch  # noqa: E402
 from flashattn_lite.kernels.hopper_config import HopperConfig  # noqa: E402
+from flashattn_lite.kernels.tuning_dealt import one_consumer  # noqa: E402
 from tests.test_hopper import take_parts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
@@ -63,12 +64,31 @@ FOLDED = {
     f"{case}, folded": (*CASES[case][:3], {"rows": 256} | CASES[case][3])
     for case in ("64", "64 causal, long", "128 causal", "128 long", "96 long")
 }
+# To one consumer, of one block a multiprocessor or two.
+DEALT = {
+    f"{case}, dealt out": CASES[case]
+    for case in (
+        "64 causal, long",
+        "128 causal",
+        "128 long",
+        "256",
+        "192, 128",
+        "160",
+        "96 long",
+        "mask, 128",
+        "packed sequences",
+        "everything",
+    )
+} | {"80, dealt out": (80, 80, torch.bfloat16, {}), "64, 577, dealt out": (64, 64, torch.bfloat16, {"rows": 577})}
+OTHERS = {"72": (72, 72, torch.bfloat16, {}), "104 long": (104, 104, torch.float16, {"rows": 4096})}
 CHAINED = {f"{case}, in chains": (*CASES[case][:3], CASES[case][3] | {"rows": 600}) for case in ("64", "128 causal")}
 
 
-@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED | CHAINED)
+@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS)
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
-    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED | CHAINED)[case]
+    head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS)[case]
+    if case in DEALT:
+        deal_out(monkeypatch)
     if case in IN_PARTS | FOLDED | CHAINED:
         take_parts(monkeypatch, case not in IN_PARTS, case in CHAINED)
     plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
@@ -79,6 +99,7 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == another_follows
     assert kernel.metadata.shared <= 227 << 10
     assert (case in FOLDED | CHAINED, case in FOLDED) == (plan[2][-1].FOLDS, plan[2][-1].ALONE)
+    assert (case in DEALT) == (plan[2][-1].DEALT > 1)
     limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED | CHAINED else STACK_LIMIT
     assert usage(kernel).stack <= limit
     assert not mistakes(kernel)
@@ -99,6 +120,11 @@ def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
                 steps += [step] if first <= last and products and len(step) < 400 else []
     assert len(steps) == plan[2][-1].WARPGROUPS
     assert not any(operation.startswith(("LDL", "STL")) for step in steps for operation in step)
+
+
+def deal_out(patch):
+    """Every row tile of more than one consumer."""
+    patch.setattr(attention_hopper_launch, "dealt", lambda problem, config, target: one_consumer(problem, config))
 
 
 def plan_of(case, **changes):
@@ -255,35 +281,3 @@ def test_tensors_that_it_can_not_copy_are_named(spoil):
     assert ": k of head dim" in reason
     for k in (inputs.k[:, :1].expand_as(inputs.k), inputs.k[:1].as_strided((1, 2, 64, 64), (1, 64 * 64, 64, 1))):
         assert attention_hopper_launch.why_not(problem, inputs._replace(k=k)) == []
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [(16, 16), (64, 64), (96, 96), (256, 64), (128, 128), (64, 192), (192, 128), (192, 192), (192, 256), (256, 256)],
-    ids=str,
-)
-@pytest.mark.parametrize("group", [1, 3, 8, 100])
-@pytest.mark.parametrize("rows", [1, 40, 5000])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("copied", [False, True])
-def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, copied, monkeypatch):
-    """`copied`: by the Triton at hand or another."""
-    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", copied)
-    monkeypatch.setattr(hopper_config, "V_IN_PIECES", not copied)
-    _, problem = attention_problem(
-        *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
-    )
-    for mask_bytes in (None, 0, 1, 2, 4):
-        config = tuning_hopper.hopper_tile(problem, mask_bytes)
-        tile = attention_hopper_launch.tile_of(problem, None, config)
-        columns = tile.PIECES * tile.BLOCK_D
-        stage = 2 * (columns + tile.V_PIECES * tile.BLOCK_DV) + tile.BLOCK_M * (mask_bytes or 0) * tile.MASK_COPIED
-        shared = 2 * (64 * tile.Q_SLOTS * columns + tile.BLOCK_M * tile.O_SLOTS * tile.O_WIDTH)
-        shared += tile.STAGES * tile.BLOCK_N * stage
-        others, system = 3072, 1024  # the list, messages and barriers
-        assert shared + others + system <= (228 << 10) // config.blocks
-        assert tile.PACK == 1 or (tile.GROUP <= tile.PACK <= 64 and not tile.MASK_COPIED)
-        assert mask_bytes or not tile.MASK_COPIED
-        # A copy of O may still be under way in all other buffers: the next must be the one that has waited longest.
-        assert tile.LEAVES % tile.O_SLOTS == 0
-        assert tile.STAGES * tile.BLOCK_N >= tile.BLOCK_M  # rows done again leave through the room of V

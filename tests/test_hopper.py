@@ -14,7 +14,7 @@ from torch import Tensor
 import flashattn_lite as fa
 from flashattn_lite import calls
 from flashattn_lite.errors import BackendError
-from flashattn_lite.kernels import attention_hopper_launch, tuning_hopper, tuning_parts
+from flashattn_lite.kernels import attention_hopper_launch, tuning_dealt, tuning_hopper, tuning_parts
 from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, assert_close_to_oracle, check, check_packed
@@ -86,7 +86,10 @@ def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False) ->
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.__name__)
-def test_law(law: Any, seed: int, hopper_device: torch.device) -> None:
+def test_law(law: Any, seed: int, hopper_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time with row tiles that are dealt out, and masks that are copied."""
+    if seed == 1:
+        monkeypatch.setattr(attention_hopper_launch, "dealt", tuning_dealt.dealt)
     sizes = {"max_batch": 2, "max_heads": 4, "max_len": 300, "max_dim": 256}
     check(hopper(fa.attention, copied=seed == 1), laws=[law], n=PROBLEMS[hopper_device.type], seed=SEED + seed,
           device=hopper_device, dtypes=HALVES, **sizes)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which rows a tile number means, and which hold none: the producer's own source, run on Python's integers."""
+"""Which rows a tile number means, which hold none, what fits on chip: by the source itself, on Python's integers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import random
 from types import SimpleNamespace as Record
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from flashattn_lite.kernels import hopper_rows, hopper_tasks
+from benchmarks.offline import attention_problem
+from flashattn_lite.kernels import attention_hopper_launch, hopper_config, hopper_rows, hopper_tasks, tuning_hopper
 from flashattn_lite.kernels.attention_hopper_launch import sections
 from flashattn_lite.kernels.device import bounds
 from flashattn_lite.kernels.hopper_tasks import ROWS, past_empty, place
+from flashattn_lite.kernels.tuning_dealt import one_consumer
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES
 from flashattn_lite.target import Target
 
@@ -121,3 +124,48 @@ def test_a_consumer_takes_with_care_what_it_must(seed, right, at_once, on_intege
             else:
                 assert min(seen) == 0 or 0 in starts[skip : max(settled, skip + 1)]
                 assert settled <= max(len(masked), 1) + 1
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (16, 16),
+        (64, 64),
+        (72, 72),
+        (96, 96),
+        (256, 64),
+        (128, 128),
+        (64, 192),
+        (192, 128),
+        (192, 192),
+        (192, 256),
+        (256, 256),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", [1, 3, 8, 100])
+@pytest.mark.parametrize("rows", [1, 40, 5000])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("copied", [False, True])
+def test_every_problem_has_a_tile_that_fits(dims, group, rows, causal, copied, monkeypatch):
+    """`copied`: by the Triton at hand or another."""
+    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", copied)
+    monkeypatch.setattr(hopper_config, "V_IN_PIECES", not copied)
+    _, problem = attention_problem(
+        *dims, torch.bfloat16, rows, group, False, False, False, "", (None, None), {"causal": causal}
+    )
+    configs = [tuning_hopper.hopper_tile(problem, mask_bytes) for mask_bytes in (None, 0, 1, 2, 4)]
+    dealt = [one_consumer(problem, config) for config in configs if config.warpgroups > 1 and not config.split]
+    for config, mask_bytes in zip(configs + dealt, [None, 0, 1, 2, 4] + [4] * len(dealt), strict=True):
+        tile = attention_hopper_launch.tile_of(problem, None, config)
+        columns = tile.PIECES * tile.BLOCK_D
+        stage = 2 * (columns + tile.V_PIECES * tile.BLOCK_DV) + tile.BLOCK_M * (mask_bytes or 0) * tile.MASK_COPIED
+        shared = 2 * (64 * tile.Q_SLOTS * columns + tile.BLOCK_M * tile.O_SLOTS * tile.O_WIDTH)
+        shared += tile.STAGES * tile.BLOCK_N * stage
+        others, system = 3072, 1024  # the list, messages and barriers
+        assert shared + others + system <= (228 << 10) // config.blocks
+        assert tile.PACK == 1 or (tile.GROUP <= tile.PACK <= 64 and not tile.MASK_COPIED)
+        assert mask_bytes or not tile.MASK_COPIED
+        # A copy of O may still be under way in all other buffers: the next must be the one that has waited longest.
+        assert tile.LEAVES % tile.O_SLOTS == 0
+        assert tile.STAGES * tile.BLOCK_N >= tile.BLOCK_M  # rows done again leave through the room of V

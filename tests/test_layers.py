@@ -16,7 +16,7 @@ PACKAGE = ROOT / "flashattn_lite"
 ROOMS = [
     "errors problem scalars arguments arguments_decode arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning "
-    "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts "
+    "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
@@ -54,6 +54,9 @@ NEIGHBOURS = {
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
     ("kernels.hopper_config", "kernels.tuning"),
+    ("kernels.tuning_dealt", "kernels.hopper_config"),
+    ("kernels.tuning_dealt", "kernels.tuning_hopper"),
+    ("kernels.tuning_dealt", "target"),
     ("kernels.tuning_hopper", "kernels.hopper_config"),
     ("kernels.tuning_hopper", "kernels.tuning"),
     ("kernels.tuning_hopper", "kernels.tuning_parts"),

@@ -2,6 +2,8 @@
 
 As many blocks as fit live on each multiprocessor (one, or three of one consumer) and work off row tiles. A tile is
 BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V head, head by head within a position.
+Where they are too few for the GPU, a row tile is dealt out to DEALT blocks, which visit keys as one with all its rows
+would (tuning_dealt.py).
 Warps have roles:
   producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA, with
                                   MASK_COPIED each consumer's rows of the mask too (else they load them themselves)

@@ -33,6 +33,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Starter, counters, on
+from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
 from flashattn_lite.kernels.tuning_parts import FEW_PARTS, ONE_TILE_PARTS, folding, folds, split_of
@@ -44,7 +45,7 @@ LIMITS = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}  # of l_i; bfloat16's
 DTYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32, torch.uint8: uint8}
 MOST_TASKS = 1 << 29  # row tiles, each in as many parts as there are: producers tell of them in int32, by fours
 # A thread at launch, by (consumers, blocks a multiprocessor): what its 64 Ki registers allow.
-REGISTERS = {(1, 3): 80, (2, 1): 168, (3, 1): 128}
+REGISTERS = {(1, 1): 168, (1, 2): 128, (1, 3): 80, (2, 1): 168, (3, 1): 128}
 
 
 def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
@@ -70,12 +71,15 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> HopperConfig:
-    if inputs.mask is None:
-        config = hopper_tile(problem)
-        return folding(problem, config) if config.split and folds(problem, config, target) else config
-    if not varies(problem, inputs.mask, 2):
-        return hopper_tile(problem, mask_bytes=0)
-    return hopper_tile(problem, inputs.mask.element_size() if by_tma(expanded_mask(problem, inputs.mask)) else None)
+    mask_bytes = None
+    if inputs.mask is not None and not varies(problem, inputs.mask, 2):
+        mask_bytes = 0
+    elif inputs.mask is not None and by_tma(expanded_mask(problem, inputs.mask)):
+        mask_bytes = inputs.mask.element_size()
+    config = hopper_tile(problem, mask_bytes)
+    if config.split and folds(problem, config, target):
+        return folding(problem, config)
+    return dealt(problem, config, target)
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
@@ -89,6 +93,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         o_slots = leaves * (2 if config.alone else 1)  # what leaves does so by the room of a float32 acc
     return HopperTile(
         WARPGROUPS=config.warpgroups,
+        DEALT=config.dealt,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
         Q_SLOTS=config.q_slots or config.warpgroups,

@@ -42,13 +42,19 @@ class HopperConfig:
     folds: bool = False  # no task of its own: a block takes a chain of parts of a row tile, and folds their states
     alone: bool = False  # and there is no second chain, so that no state leaves
     folds_in_room: bool = False  # the acc of those before waits in shared memory, not in registers
+    dealt: int = 1  # blocks that a row tile is dealt out to, see `tuning_dealt.py`
     mask_copied: bool = False  # tiles of a mask tensor come by TMA, each with the K of its keys
+
+
+def in_sectors(head_dim: int) -> bool:
+    """Whether rows are whole sectors of memory, 32 bytes; if not, the copy engine is slower, by narrow pieces most."""
+    return head_dim % 16 == 0
 
 
 def pieces(head_dim: int, in_three: bool = True) -> tuple[int, int]:
     """(pieces, columns of one) in which the Hopper kernel takes Q or K: of a power of two, or three of 32 or 64."""
     for columns in (32, 64):
-        if in_three and 2 * columns < head_dim <= 3 * columns:
+        if in_three and 2 * columns < head_dim <= 3 * columns and (columns == 64 or in_sectors(head_dim)):
             return 3, columns
     return 1, max(64, padded(head_dim))
 

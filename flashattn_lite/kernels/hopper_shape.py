@@ -13,6 +13,7 @@ class HopperTile:
     """Compile-time shape: what a problem fixes, and what tuning chose for it."""
 
     WARPGROUPS: int  # consumers
+    DEALT: int  # blocks that a row tile is dealt out to: neighbouring ones visit keys as one with all their rows would
     BLOCK_N: int  # keys
     STAGES: int  # of the K ring and of the V ring
     Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers

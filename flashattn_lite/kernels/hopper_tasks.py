@@ -142,8 +142,12 @@ def task_of(span, part, second, F: gl.constexpr, T: gl.constexpr):
         len_k = gl.minimum(gl.maximum(len_k - start_k, 0), span.each * T.BLOCK_N)
         diag_lo -= start_k
         diag_hi -= start_k
-    last = gl.minimum(span.first + ROWS * T.WARPGROUPS // T.PACK, span.len_q)
-    count, edges, before, lo, full_lo, full_hi = visited_tiles(span.first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
+    first = span.first
+    POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS * T.DEALT // T.PACK
+    if T.DEALT > 1:
+        first = first // POSITIONS * POSITIONS
+    last = gl.minimum(first + POSITIONS, span.len_q)
+    count, edges, before, lo, full_lo, full_hi = visited_tiles(first, last, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
     count, edges = gl.maximum(count, 1), gl.maximum(edges, 1)
     if T.FOLDS:
         part += (span.past - 1 - part + second * T.LANES) * T.LANES

@@ -11,6 +11,7 @@ from flashattn_lite.kernels.hopper_config import (
     NEVER,
     OPERANDS_COPIED,
     HopperConfig,
+    in_sectors,
     pieces,
     pieces_of_v,
     room_of,
@@ -59,6 +60,11 @@ from flashattn_lite.problem import AttentionProblem
 #   three, 64 keys                     208.3, 44.5, 20.9; 194.7, 60.7; 130.8
 #   as 128                             217.6, 40.2, 17.8; 188.0, 63.5; 132.4      FlashAttention-3 217.9, 47.9, 22.8;
 #                                                                                 196.0, 60.0; 137.5
+# Again, full at 577, 729, 1k and 1.5k keys, us on an H100, 80; 96 (72 is not in pieces any more, see HOPPER_UNALIGNED):
+#   three, 64 keys                     339.7 319.4 476.5 547.4; 350.3 331.6 460.1 576.3
+#   two by turns, 64 keys, held        307.0 337.8 424.8 585.2; 314.5 337.7 433.4 574.8
+#   two by turns, 128 keys, two stages 303.1 334.4 407.5 561.3; 311.5 328.9 399.6 544.3
+#   FlashAttention-3                   354.5 337.1 475.1 554.4; 375.2 334.1 480.9 557.1
 # The order of row tiles, TFLOP/s in turn at 512, 1k, 2k, 4k and 16k keys. Full: head by head, and heads that share 4
 # and 32 MiB of K and V (512 and 1k in another run than the rest):
 #   64:  391 450 493 517 552, 388 446 469 513 549, 368 434 459 481 531
@@ -80,17 +86,32 @@ LONG_64 = HopperConfig(3, 64, 4, carried="kv", q_held=True)
 TURNS_64 = HopperConfig(2, 128, 4, q_slots=4, carried="kv", turns=True)
 LONG_128 = HopperConfig(2, 128, 2, q_slots=4, apart=True, carried="v", turns=True)
 SHORT_128 = HopperConfig(2, 64, 4, carried="v", turns=True, q_held=True)
+THREE_128 = HopperConfig(3, 64, 4, carried="kv", o_width=64)
 HOPPER_TILES: HopperTable = (
     ((64, 64), (2048, 2048), LONG_64),
     ((64, 64), (SHORT, NEVER), TURNS_64),
     ((64, 64), (0, 0), HopperConfig(1, 64, 3, blocks=3, carried="kv")),
     ((128, 128), (2048, 4096), LONG_128),
+    ((96, 96), (1024, NEVER), LONG_128),
     ((96, 96), (0, NEVER), HopperConfig(3, 64, 4, carried="kv")),
     ((128, 128), (0, 0), SHORT_128),
     ((192, 128), (2048, NEVER), HopperConfig(2, 128, 2, apart=True, carried="v", turns=True, o_width=64)),
     ((192, 192), (0, 0), HopperConfig(2, 64, 3, apart=True, carried="v", turns=True, o_width=64, o_slots=2)),
     ((256, 256), (0, 0), HopperConfig(2, 64, 2, apart=True, o_width=64, o_slots=2)),
 )
+# Where rows of 65 to 128 columns are not whole sectors (`in_sectors`) these are tried first: K and V from L2 cost more.
+# us in turn on an H200, 16 heads, 16k tokens, at 256, 577, 729, 1k, 2k and 4k keys, full; causal 1k, 4k:
+#   72:  three, 64 keys         102.4 173.0 170.0 230.4 396.7 760.1; 155.5 412.2
+#        two, 64 keys, held      78.5 154.7 175.0 217.6 401.2 768.3; 138.2 413.7    (see tuning_dealt.TWO_FOR_THREE)
+#        two, 128 keys           80.8 158.8 176.3 219.6 400.3 761.7; 148.4 416.8
+#        in pieces of 32 columns, the first below 2k, else the last: 105.3 172.5 174.5 234.7 446.0 859.2; 150.9 459.7
+#        FlashAttention-3       117.1 183.1 177.4 244.1 400.7 741.6; 171.7 411.5
+#        cuDNN                   82.4 183.1 206.6 244.7 460.9 884.4; 161.9 507.7
+#   104: three, 64 keys         114.1 191.2 182.6 249.2 422.8 813.9; 170.5 458.7
+#        two, 64 keys, held      90.3 172.8 195.0 249.3 449.7 868.2; 156.0 455.6
+#        two, 128 keys           89.1 173.6 195.1 246.3 458.7 871.0; 163.7 468.1
+#        FlashAttention-3       110.4 190.1 209.3 246.5 448.1 858.8; 164.9 474.9
+HOPPER_UNALIGNED: HopperTable = (((128, 128), (0, NEVER), THREE_128),)
 # With OPERANDS_COPIED these are tried first, without masks, at the head dims that were measured: Triton 3.9 on an H100,
 # bf16, TFLOP/s, causal and full, medians of three short runs in turn, at 1k, 2k, 4k and 16k keys:
 #   64:  three, 64 keys, Q held        291 413 466 525, 419 479 504 545
@@ -136,7 +157,7 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     mask, or one that must be loaded.
     A function of these, of head dims, the number of query heads a K/V head, and of lengths in four places: the number
     of keys in the tables (of packed sequences, whose neighbours would then decide, always SHORT), HOPPER_SPLITS with
-    ONE_TILE_SPLIT, SHORT_ROWS, and PACKED_ROWS.
+    ONE_TILE_SPLIT, SHORT_ROWS, and PACKED_ROWS. Who takes its rows may depend on the batch too: `tuning_dealt.py`.
     """
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     keys, causal = SHORT if problem.features.varlen else problem.len_k, problem.features.right
@@ -154,6 +175,8 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     table = HOPPER_TILES if mask_bytes is None else HOPPER_MASKED + HOPPER_TILES
     if OPERANDS_COPIED and not problem.features.mask and dim == dim_v and dim in (64, 128):
         table = HOPPER_COPIED + HOPPER_TILES
+    if max(dim, dim_v) == 128 and not (in_sectors(problem.head_dim) and in_sectors(problem.head_dim_v)):
+        table = HOPPER_UNALIGNED + table
     config = next(serving(table))
     if split and dim == dim_v == 64:
         config = tile_of_parts_64(problem, split) or config

@@ -23,6 +23,8 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     """From here on CPU tensors are on a Hopper GPU, whose Gluon kernels run on PyTorch; each launch by other turns."""
     from flashattn_lite.kernels import attention_hopper_launch, backward_launch, hopper_config, start
 
+    whole_row_tiles(patch)
+
     sources = sources or unchanged()
     seeds: Iterator[int] = itertools.count(1000 * SEED)
 
@@ -41,6 +43,14 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
     counters = attention_hopper_launch.counters
     patch.setattr(counters, "next", lambda device: torch.zeros(1, dtype=torch.int32), raising=False)
+
+
+def whole_row_tiles(patch: pytest.MonkeyPatch) -> None:
+    """From here on none is dealt out, however few they are."""
+    from flashattn_lite.kernels import attention_hopper_launch
+
+    patch.setattr(attention_hopper_launch, "dealt", lambda problem, config, target: config)
+    patch.setattr(calls, "_ready", {})
 
 
 @functools.cache

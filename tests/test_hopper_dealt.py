@@ -1,0 +1,222 @@
+"""Row tiles of the Hopper kernel that are dealt out, 64 rows a block, or to two consumers for three: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from dataclasses import replace
+
+import hypothesis
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+import flashattn_lite as fa
+from flashattn_lite import calls
+from flashattn_lite.kernels import attention_hopper_launch, hopper_config, tuning_dealt, tuning_hopper
+from flashattn_lite.kernels.hopper_config import HopperConfig
+from flashattn_lite.kernels.tuning_hopper import SHORT_128, THREE_128, hopper_tile
+from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.target import Target
+from flashattn_lite.testing import Case, assert_close_to_oracle
+from flashattn_lite.testing.results import assert_same_bits
+from flashattn_lite.testing.strategies import FEATURES, cases
+from tests.gluon_on_torch.hopper import on_torch
+from tests.gluon_on_torch.sources import Sources
+from tests.test_hopper import HALVES, LENGTH, hopper
+
+H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
+PROBLEMS = {"cpu": 4, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+
+
+def problem_of(batch, heads, length, dims, causal=False, window=(None, None), keys=None, varlen=False):
+    """What `describe` gives; dims: of Q and K, and of V; heads: of queries, and of keys and values."""
+    dims, heads = (x if isinstance(x, tuple) else (x, x) for x in (dims, heads))
+    sizes = ((heads[0], length, dims[0]), (heads[1], keys or length, dims[0]), (heads[1], keys or length, dims[1]))
+    q, k, v = (torch.zeros(batch, *size, dtype=torch.bfloat16, device="meta") for size in sizes)
+    options = {"causal": causal, "q_start": None, "window_left": window[0], "window_right": window[1], "scale": 1.0}
+    problem = describe(Inputs(q, k, v), **options, softcap=None)
+    return replace(problem, features=replace(problem.features, varlen=varlen))
+
+
+def tile(*args, **options) -> tuple[int, ...]:
+    """(consumers, blocks that a row tile is dealt out to, blocks a multiprocessor, keys a tile, stages)"""
+    problem = problem_of(*args, **options)
+    config = tuning_dealt.dealt(problem, hopper_tile(problem), H200)
+    return config.warpgroups, config.dealt, config.blocks, config.block_n, config.stages
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        ((1, 12, 577, 64), (1, 2, 2, 128, 2)),  # an image
+        ((64, 12, 577, 64), (2, 1, 1, 128, 4)),
+        ((2, 10, 1024, 64), (1, 2, 2, 128, 2)),  # 160 row tiles for 132 multiprocessors: as good as two waves
+        ((1, 16, 2048, 64), (1, 3, 2, 64, 4)),
+        ((1, 24, 2048, 64), (3, 1, 1, 64, 4)),
+        ((1, 12, 2048, 64, True), (1, 3, 2, 64, 4)),
+        ((1, 24, 2048, 64, True), (3, 1, 1, 64, 4)),
+        ((1, (32, 8), 128, 128, True), (1, 2, 2, 64, 2)),  # a short prompt
+        ((1, (32, 8), 512, 128, True), (1, 2, 2, 64, 2)),
+        ((1, (32, 8), 1024, 128, True), (2, 1, 1, 64, 4)),
+        ((1, (32, 8), 30, 128, True), (1, 2, 2, 64, 2)),  # heads in one tile
+        ((1, 8, 1024, 128), (1, 2, 1, 64, 4)),
+        ((1, 12, 1024, 128), (2, 1, 1, 64, 4)),
+        ((1, 4, 4096, 128, True), (1, 2, 1, 128, 2)),
+        ((1, 3, 8192, 128, True), (2, 1, 1, 128, 2)),
+        ((1, 12, 1024, 256, True), (1, 2, 1, 64, 2)),
+        ((1, 12, 1024, 256), (2, 1, 1, 64, 2)),
+        ((1, 16, 512, (192, 128), True), (1, 2, 1, 64, 3)),
+        ((1, 16, 257, 80), (1, 3, 2, 64, 3)),
+        ((1, 32, 512, 80, True), (2, 1, 1, 64, 4)),
+        ((2, 8, 1024, 80), (2, 1, 1, 128, 2)),
+        ((1, 16, 577, 80), (2, 1, 1, 64, 4)),
+        ((32, 16, 256, 80), (2, 1, 1, 64, 4)),  # two consumers have 256 rows, three 384
+        ((32, 16, 257, 80), (3, 1, 1, 64, 4)),  # 384 both
+        ((32, 16, 256, 72), (2, 1, 1, 64, 4)),
+        ((32, 16, 729, 72), (3, 1, 1, 64, 4)),
+        ((32, 16, 4096, 72), (3, 1, 1, 64, 4)),
+    ],
+    ids=str,
+)
+def test_whom_a_row_tile_is_dealt_out_to(problem, expected, monkeypatch):
+    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", False)  # by the tables that were measured
+    monkeypatch.setattr(hopper_config, "V_IN_PIECES", True)
+    assert tile(*problem) == expected
+
+
+def test_what_is_never_dealt_out(monkeypatch):
+    """Parts of the keys; to two for three consumers what is not the same for them: visits that rows decide."""
+    monkeypatch.setattr(hopper_config, "V_IN_PIECES", True)
+    assert tile(1, (8, 1), 100, 128, True, keys=16384)[1] == 1
+    assert tile(32, 16, 256, 80, window=(40, None))[0] == tile(32, 16, 256, 80, varlen=True)[0] == 3
+
+
+def as_tasks(patch: pytest.MonkeyPatch, dealt: HopperConfig | str) -> None:
+    """From here on every row tile is whole, dealt out, or that of two consumers where it was that of three."""
+
+    def choose(problem: AttentionProblem, config: HopperConfig, target: Target) -> HopperConfig:
+        if dealt == "two for three" and config.warpgroups == 3:
+            return replace(SHORT_128, pack=config.pack)
+        whole = dealt != "dealt out" or config.split or config.warpgroups == 1
+        return config if whole else tuning_dealt.one_consumer(problem, config)
+
+    patch.setattr(attention_hopper_launch, "dealt", choose)
+    patch.setattr(calls, "_ready", {})
+
+
+def in_both_ways(case: Case, ways: tuple[str, str] = ("whole", "dealt out"), **options: object) -> list[object]:
+    results = []
+    for way in ways:
+        with pytest.MonkeyPatch.context() as patch:
+            as_tasks(patch, way)
+            results.append(hopper(fa.attention, copied=True)(case.q, case.k, case.v, **case.options(), return_lse=True))
+    return results
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_who_takes_the_rows_does_not_show(dim, hopper_device):
+    """To the bit, with whatever numbers and features: rows that fail, infinities and NaN in V, sinks, masks."""
+    drawn = cases(
+        device=hopper_device,
+        dtypes=HALVES,
+        features=FEATURES - {"gradients", "poison"},
+        max_len=LENGTH[hopper_device.type],
+        max_dim=dim,
+        max_heads=3,
+    )
+    few = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]
+
+    @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None, suppress_health_check=few)
+    @hypothesis.given(drawn)
+    def same(case: Case) -> None:
+        hypothesis.assume(case.q.shape[2] > 64 and case.k.numel() and case.v.numel())
+        whole, dealt = in_both_ways(case)
+        assert_same_bits(dealt, whole, "row tiles that are dealt out", case)
+
+    same()
+
+
+def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """Rows that fail by their scores, by what V holds, or by both, in some of the 64 that a block takes."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, dim, device=device) for heads in (4, 2, 2))
+    k[:, :, 40] *= 60
+    k[0, 0, 100:] *= torch.linspace(1, 90, length - 100, device=device)[:, None]
+    k[1, 1] *= 1e3 if dtype == torch.float16 else 1e8
+    v[0, 1, 90, 3], v[0, 1, 150, 5], v[1, 0, 180, 9], v[1, 1, 5, 20] = math.inf, -math.inf, -math.inf, math.nan
+    return Case(*(x.to(dtype) for x in (q, k, v)), sinks=torch.tensor([0.5, -3.0, 20.0, -math.inf], device=device))
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (70, 20)}, {"causal": True, "q_start": 50}, {}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rows_that_fail(dtype, dim, options, hopper_device):
+    case = replace(with_failures(270, dim, dtype, hopper_device), **options)
+    whole, dealt = in_both_ways(case)
+    assert_same_bits(dealt, whole, "row tiles that are dealt out", None)
+    assert not whole[0].isfinite().all() and whole[0].isfinite().any()
+
+
+@pytest.mark.parametrize("dim", [72, 80])
+def test_two_consumers_for_three(dim, hopper_device):
+    case = with_failures(270, dim, torch.bfloat16, hopper_device)
+    for name in ("three", "two for three"):
+        assert_same_bits(*in_both_ways(case, ("whole", name)), "two consumers", None)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 128), ((6, 2), 64)])
+def test_packed_sequences(heads, dim, hopper_device):
+    torch.manual_seed(0)
+    lengths = [70, 0, 300, 1, 64, 129]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=hopper_device)
+    q, k, v = (torch.randn(sum(lengths), n, dim, device=hopper_device).bfloat16() for n in (*heads, heads[1]))
+    v[100, 0, 5] = math.inf
+    for options in ({"causal": True}, {"window": (50, 20)}, {}):
+        results = []
+        for way in ("whole", "dealt out"):
+            with pytest.MonkeyPatch.context() as patch:
+                as_tasks(patch, way)
+                limits = {"max_seqlen_q": 2048, "max_seqlen_k": 2048, "backend": "hopper", "return_lse": True}
+                results.append(fa.attention_varlen(q, k, v, cu, cu, **options, **limits))
+        assert_same_bits(results[1], results[0], "row tiles that are dealt out", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 80, 128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_sequence_has_the_bits_that_it_has_in_a_batch(causal, dim):
+    """As they are chosen: a batch of many is not dealt out, one alone is."""
+    torch.manual_seed(0)
+    for length, dtype in itertools.product((300, 577, 2100), HALVES):
+        q, k, v = (torch.randn(40, 8, length, dim, device="cuda", dtype=dtype) for _ in range(3))
+        configs = [attention_hopper_launch.config_of(
+            describe(Inputs(*x), causal=causal, q_start=None, window_left=None, window_right=None, scale=1.0,
+                     softcap=None), Inputs(*x), H200) for x in ((q, k, v), (q[:1], k[:1], v[:1]))]  # fmt: skip
+        assert configs[0].dealt == 1
+        if length < 2100:
+            assert configs[1].warpgroups == 1
+        alone = fa.attention(q[7:8], k[7:8], v[7:8], causal=causal, return_lse=True, backend="hopper")
+        among = fa.attention(q, k, v, causal=causal, return_lse=True, backend="hopper")
+        assert_same_bits(alone, tuple(x[7:8] for x in among), "one alone", None)
+        assert_close_to_oracle(*alone, Case(q[7:8], k[7:8], v[7:8], causal=causal))
+
+
+def test_blocks_that_visit_keys_as_if_alone_are_found(monkeypatch):
+    """That these tests can fail: what they compare has other bits if a block's own rows decide about its visit."""
+    alone = ("hopper_tasks", "first = first // POSITIONS * POSITIONS", "POSITIONS: gl.constexpr = ROWS // T.PACK")
+    on_torch(monkeypatch, Sources(alone))
+    case = replace(with_failures(270, 128, torch.bfloat16, torch.device("cpu")), causal=True)
+    with pytest.raises(AssertionError):
+        assert_same_bits(*in_both_ways(case), "row tiles that are dealt out", None)
+
+
+def test_tiles_that_rows_of_no_whole_sectors_have(monkeypatch):
+    monkeypatch.setattr(tuning_hopper, "OPERANDS_COPIED", False)
+    assert hopper_tile(problem_of(4, 16, 729, 72)) == hopper_tile(problem_of(4, 16, 729, 104)) == THREE_128
+    assert hopper_tile(problem_of(4, 16, 729, 112)) == SHORT_128

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from flashattn_lite import scaled_dot_product_attention
 from flashattn_lite.kernels import softmax_launch as kernels
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
@@ -206,3 +208,13 @@ def test_the_public_functions_run_the_kernels(
     monkeypatch.setattr(kernels, "interpret", lambda *args: ran.append(args) or interpret(*args))
     function(torch.randn(3, 40))  # type: ignore[operator]
     assert len(ran) == 1
+
+
+def test_threads_do_not_disturb_each_other(device):
+    """Through the interpreter too, which keeps in globals what it is at."""
+    inputs = [torch.randn(20 + i, 50, generator=torch.Generator().manual_seed(i)).to(device) for i in range(4)]
+    both = lambda x: torch.cat([online_softmax(x), scaled_dot_product_attention(x, x, x)])
+    expected = list(map(both, inputs))
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(both, inputs), expected))

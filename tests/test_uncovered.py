@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import uncovered
-from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.problem import Inputs, describe
 
 TOTAL = 300
@@ -50,7 +50,7 @@ def test_only_uncovered_rows_are_written(device, name, dtype):
     problem = describe(inputs, causal=False, scale=1.0, max_seqlen_q=longest, max_seqlen_k=longest, **options)
     out, lse = torch.ones_like(q), torch.ones(3, TOTAL, device=device)
     kernel, grid, args, kwargs = uncovered.plan(problem, inputs, out, lse, targets.of(device), follows=False)
-    with numpy_errors_off():
+    with interpreted():
         kernel[grid](*args, **kwargs)
     there = covered(table, longest).to(device)
     assert torch.equal(out, torch.where(there[:, None, None], 1.0, 0.0).to(dtype).expand_as(out))

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
+from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.operands import (
     lse_strides,
     mask_align,
@@ -184,5 +184,5 @@ def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tenso
         plans.append(uncovered.plan(problem, inputs, out, lse, target))
     for kernel, grid, args, kwargs in plans:
         if grid[0]:
-            with numpy_errors_off():
+            with interpreted():
                 kernel[grid](*args, **kwargs)

@@ -15,7 +15,7 @@ from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_o
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
+from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.start import Starter, on
 from flashattn_lite.kernels.tuning import (
@@ -75,7 +75,7 @@ def interpret(
     grads, rows = call.allocate(inputs, lse)
     for start, args in call.launches(inputs, out, lse, d_out, d_lse.contiguous(), grads, rows):
         if start.grid[0]:
-            with numpy_errors_off():
+            with interpreted():
                 start.kernel[start.grid](*args, **start.options)
     done = call.wanted(inputs, grads, rows)
     dq, dk, dv, d_mask, d_sinks = (g if g is None else g.to(x.dtype) for g, x in zip(done, given, strict=False))

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
-from flashattn_lite.kernels.interpreter import numpy_errors_off, widened
+from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
     contiguous,
@@ -296,5 +296,5 @@ def interpret(
         return
     for kernel, grid, args, kwargs in plan(problem, inputs, table, out, lse, target):
         if grid[0]:
-            with numpy_errors_off():
+            with interpreted():
                 kernel[grid](*args, **kwargs)

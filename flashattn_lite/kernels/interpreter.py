@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,18 @@ def widened(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem
     return replace(problem, dtype=torch.float32), wide
 
 
+_one_at_a_time = threading.RLock()
+
+
 @contextmanager
-def numpy_errors_off() -> Iterator[None]:
-    """The interpreter computes with NumPy, which warns where IEEE arithmetic gives an infinity or NaN as it should."""
+def interpreted() -> Iterator[None]:
+    """Around a launch: one thread at a time, because the interpreter keeps its place in globals of the process.
+
+    It computes with NumPy, which warns where IEEE arithmetic gives an infinity or NaN as it should.
+    """
     import numpy
 
-    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+    with _one_at_a_time, numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # a maximum of NaN alone
         yield
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from flashattn_lite import target as targets
-from flashattn_lite.kernels.interpreter import numpy_errors_off
+from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
 from flashattn_lite.kernels.start import Starter, counters, lasting_zeros, on
 from flashattn_lite.kernels.tuning_softmax import (
@@ -273,7 +273,7 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
     """Fills results, as in `plan`. Copies only rows that are spread over more than ROW_DIMS dimensions."""
     if results[0].numel() == 0:
         return
-    with torch.cuda.device(x.device) if x.is_cuda else numpy_errors_off():
+    with torch.cuda.device(x.device) if x.is_cuda else interpreted():
         planned = plan(x, results, dim)
         for kernel, grid, args, kwargs in planned or ():
             kernel[grid](*args, **kwargs)

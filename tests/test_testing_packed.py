@@ -62,8 +62,9 @@ def test_a_number_of_problems_that_is_none_is_refused(n):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"dtypes": ["float16"]}, "dtypes: must be a list of torch's dtypes, one at least; got ['float16']"),
-     ({"dtypes": []}, "dtypes: must be a list of torch's dtypes, one at least; got []"),
+    [({"dtypes": ["float16"]}, "dtypes: must be a list of torch's float dtypes, one at least; got ['float16']"),
+     ({"dtypes": [torch.int32]}, "dtypes: must be a list of torch's float dtypes, one at least; got [int32]"),
+     ({"dtypes": []}, "dtypes: must be a list of torch's float dtypes, one at least; got []"),
      ({"max_len": -1}, "max_len: must be an int from 0 up; got -1"),
      ({"max_heads": 0}, "max_heads: must be an int from 1 up; got 0"),
      ({"features": "causal"}, "features: must be several names; got 'causal'. Pass ['causal'].")],

@@ -161,9 +161,10 @@ def _known(features: Collection[str] | None, every: frozenset[str], sizes: dict[
 
 def _check_sizes(sizes: dict[str, Any]) -> None:
     dtypes = sizes.get("dtypes", (torch.float32,))
-    if not isinstance(dtypes, (tuple, list)) or not all(isinstance(x, torch.dtype) for x in dtypes) or not dtypes:
+    known_floats = lambda x: isinstance(x, torch.dtype) and x.is_floating_point
+    if not isinstance(dtypes, (tuple, list)) or not all(map(known_floats, dtypes)) or not dtypes:
         raise type_error(
-            "dtypes", "must be a list of torch's dtypes, one at least", dtypes, "Pass [torch.float32], say."
+            "dtypes", "must be a list of torch's float dtypes, one at least", dtypes, "Pass [torch.float32], say."
         )
     for name, most in sizes.items():
         least = 0 if name == "max_len" else 1

@@ -67,20 +67,9 @@ FOLDED = {
 # To one consumer, of one block a multiprocessor or two.
 DEALT = {
     f"{case}, dealt out": CASES[case]
-    for case in (
-        "64 causal, long",
-        "128 causal",
-        "128 long",
-        "256",
-        "192, 128",
-        "160",
-        "96 long",
-        "mask, 128",
-        "packed sequences",
-        "everything",
-    )
+    for case in ("64 causal, long", "128 causal", "128 long", "256", "96 long", "mask, 128", "packed sequences")
 } | {"80, dealt out": (80, 80, torch.bfloat16, {}), "64, 577, dealt out": (64, 64, torch.bfloat16, {"rows": 577})}
-OTHERS = {"72": (72, 72, torch.bfloat16, {}), "104 long": (104, 104, torch.float16, {"rows": 4096})}
+OTHERS = {"72": (72, 72, torch.bfloat16, {})}
 CHAINED = {f"{case}, in chains": (*CASES[case][:3], CASES[case][3] | {"rows": 600}) for case in ("64", "128 causal")}
 
 

@@ -3,7 +3,7 @@
 Nothing overlaps here, and nothing is as fast as it could be: it is rare, and its code must not weigh on the usual way.
 REDO: rows marked EXACT at the running maximum throughout, rows marked CLEAN by the arithmetic of the first pass, to the
 bit, both from a V freed of what is not finite. PLUS, MINUS: that infinity to the rows that see one in V, by a count of
-such keys (a NaN is both). Only what rows that failed gain is written.
+such keys (a NaN is both). REDO writes marked rows alone, PLUS and MINUS what that infinity reaches.
 """
 
 from __future__ import annotations

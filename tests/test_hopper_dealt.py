@@ -22,10 +22,11 @@ from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
-from flashattn_lite.testing.strategies import FEATURES, cases
+from flashattn_lite.testing.strategies import FEATURES
 from tests.gluon_on_torch.hopper import on_torch
 from tests.gluon_on_torch.sources import Sources
-from tests.test_hopper import HALVES, LENGTH, hopper
+from tests.test_hopper import HALVES, hopper
+from tests.test_hopper_folds import ask_random_cases
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 PROBLEMS = {"cpu": 4, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
@@ -124,24 +125,13 @@ def in_both_ways(case: Case, ways: tuple[str, str] = ("whole", "dealt out")) -> 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_who_takes_the_rows_does_not_show(dim, hopper_device):
     """To the bit, with whatever numbers and features: rows that fail, infinities and NaN in V, sinks, masks."""
-    drawn = cases(
-        device=hopper_device,
-        dtypes=HALVES,
-        features=FEATURES - {"gradients", "poison"},
-        max_len=LENGTH[hopper_device.type],
-        max_dim=dim,
-        max_heads=3,
-    )
-    few = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]
 
-    @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None, suppress_health_check=few)
-    @hypothesis.given(drawn)
     def same(case: Case) -> None:
         hypothesis.assume(case.q.shape[2] > 64 and case.k.numel() and case.v.numel())
         whole, dealt = in_both_ways(case)
         assert_same_bits(dealt, whole, "row tiles that are dealt out", case)
 
-    same()
+    ask_random_cases(same, FEATURES - {"gradients", "poison"}, dim, PROBLEMS, hopper_device)
 
 
 def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -41,6 +42,16 @@ def in_both_ways(case: Case, chains: bool) -> list[tuple[torch.Tensor, torch.Ten
             options = {name: x for name, x in case.options().items() if name != "mask"}
             results.append(hopper(fa.attention)(case.q, case.k, case.v, **options, return_lse=True))
     return results
+
+
+def ask_random_cases(same: Callable[[Case], None], features: frozenset[str], dim: int, problems: dict[str, int],
+                     device: torch.device) -> None:  # fmt: skip
+    """Calls `same` with so many problems on this device, of heads of up to `dim`."""
+    sizes = {"max_len": LENGTH[device.type], "max_dim": dim, "max_heads": 3}
+    drawn = cases(device=device, dtypes=HALVES, features=features, **sizes)
+    few = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]
+    settings = hypothesis.settings(max_examples=problems[device.type], deadline=None, suppress_health_check=few)
+    settings(hypothesis.given(drawn)(same))()
 
 
 @pytest.mark.parametrize(
@@ -88,26 +99,13 @@ def test_how_many_parts_there_are(heads, rows, keys, dim, parts):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_who_takes_the_parts_does_not_show(dim, chains, hopper_device):
     """To the bit, with whatever numbers: rows that fail in some parts, infinities and NaN in V, sinks, short caches."""
-    features = FEATURES - {"mask", "gradients", "poison"}
-    drawn = cases(
-        device=hopper_device,
-        dtypes=HALVES,
-        features=features,
-        max_len=LENGTH[hopper_device.type],
-        max_dim=dim,
-        max_heads=3,
-    )
 
-    few = [hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow]
-
-    @hypothesis.settings(max_examples=PROBLEMS[hopper_device.type], deadline=None, suppress_health_check=few)
-    @hypothesis.given(drawn)
     def same(case: Case) -> None:
         hypothesis.assume(case.q.numel() and case.k.shape[2] > 256)  # two parts
         apart, folded = in_both_ways(case, chains)
         assert_same_bits(folded, apart, "parts that one block takes", case)
 
-    same()
+    ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS, hopper_device)
 
 
 def with_failures(dtype: torch.dtype, device: torch.device) -> Case:

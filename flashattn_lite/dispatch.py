@@ -87,9 +87,12 @@ class Split:
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         if target.triton:
             return [target.triton]
-        from flashattn_lite.kernels import decode_launch
+        from flashattn_lite.kernels import decode_launch, tuning_parts
 
-        return decode_launch.why_not_attention(problem, target)
+        reasons = decode_launch.why_not_attention(problem, target)
+        if not reasons and tuning_parts.ahead_of_decoding(problem) and not Hopper().why_not(problem, inputs, target):
+            reasons.append("of more than 16 rows over so many keys the Hopper kernel is faster, and takes them")
+        return reasons
 
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         from flashattn_lite.kernels import decode_launch

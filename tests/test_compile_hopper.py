@@ -18,7 +18,9 @@ from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_hopper_launch  # noqa: E402
 from flashattn_lite.kernels.hopper_config import HopperConfig  # noqa: E402
 from flashattn_lite.kernels.tuning_dealt import one_consumer  # noqa: E402
+from flashattn_lite.problem import Inputs  # noqa: E402
 from tests.test_hopper import take_parts  # noqa: E402
+from tests.test_hopper_folds import H200, few_rows  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -91,6 +93,29 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     assert (case in DEALT) == (plan[2][-1].DEALT > 1)
     limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED | CHAINED else STACK_LIMIT
     assert usage(kernel).stack <= limit
+    assert not mistakes(kernel)
+
+
+FEW_ROWS = {  # (batch, rows, keys, head dim) of 32 query and 8 key heads: (parts folded, chains that a block takes)
+    (1, 16, 4096, 128): (False, 1),
+    (32, 16, 2048, 128): (True, 1),
+    (8, 16, 8192, 128): (True, 1),
+    (16, 16, 4096, 128): (True, 2),
+    (16, 16, 4096, 96): (True, 2),
+    (1, 16, 8192, 256): (False, 1),
+    (64, 16, 1024, 128): (False, 1),
+}
+
+
+@pytest.mark.parametrize("sizes", FEW_ROWS, ids=str)
+def test_the_tiles_of_one_consumer(sizes):
+    batch, rows, keys, dim = sizes
+    q, k = (torch.empty(batch, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((32, rows), (8, keys)))
+    problem, out, lse = few_rows(batch, (32, 8), rows, keys, dim), torch.empty_like(q), torch.empty(q.shape[:-1])
+    kernel = compiled("sm_90", plan := attention_hopper_launch.plan(problem, Inputs(q, k, k), out, lse, H200))
+    tile = plan[2][-1]
+    assert (1, *FEW_ROWS[sizes]) == (tile.WARPGROUPS, tile.FOLDS, tile.CHAINS)
+    assert usage(kernel).stack <= 48
     assert not mistakes(kernel)
 
 

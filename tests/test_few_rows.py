@@ -10,6 +10,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite import decode
+from flashattn_lite import target as targets
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import Inputs, describe
@@ -53,17 +54,24 @@ def test_attention_splits_the_keys_of_few_rows(device, tokens, keys, options):
         assert_same_bits((out[1:], lse[1:]), alone, "the second of two sequences", None)
 
 
+@pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize(("group", "tokens", "dim"), [(4, 16, 128), (8, 4, 128), (40, 1, 64), (3, 20, 192)])
-def test_up_to_64_rows_of_a_key_head_over_long_caches(device, group, tokens, dim):
-    """Beyond 16 rows they share wgmma's tile; one sequence is split, and has the bits that it has in a batch."""
+def test_up_to_64_rows_of_a_key_head_over_long_caches(device, group, tokens, dim, lengths):
+    """One sequence is split, and has the bits that it has in a batch.
+
+    Beyond 16 rows they share wgmma's tile, or one consumer's of the Hopper kernel, where lengths are known.
+    """
     if device.type != "cuda":
         pytest.skip("8k keys take long without a GPU, and the tiles there are others")
     sizes = {"batch": 3, "heads": 2 * group, "heads_kv": 2, "rows": tokens, "keys": 8192 + 40, "dim": dim}
     q, k, v = cache(device, **sizes, dtype=torch.bfloat16)
-    assert fa.explain(q, k, v, causal=True).backend == "split"
-    out, lse = fa.attention(q, k, v, causal=True, return_lse=True)
-    assert_close_to_oracle(out, lse, Case(q, k, v, causal=True))
-    alone = fa.attention(q[1:2], k[1:2], v[1:2], causal=True, return_lse=True)
+    options = {"causal": True} | ({"kv_lens": int32([8000, 5000, 3], device)} if lengths else {})
+    by_hopper = targets.of(device).arch == 90 and dim > 64 and not lengths
+    assert fa.explain(q, k, v, **options).backend == ("hopper" if by_hopper else "split")
+    out, lse = fa.attention(q, k, v, **options, return_lse=True)
+    assert_close_to_oracle(out, lse, Case(q, k, v, **options))
+    second = {name: x[1:2] if name == "kv_lens" else x for name, x in options.items()}
+    alone = fa.attention(q[1:2], k[1:2], v[1:2], **second, return_lse=True)
     assert_same_bits((out[1:2], lse[1:2]), alone, "the second of three sequences", None)
 
 

@@ -70,15 +70,18 @@ def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         take_parts(monkeypatch, "of one block" in request.param)
 
 
-def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False) -> None:
-    """`chains`: of two parts, of which there are more past that, not longer ones."""
+def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False, few_rows: bool = False) -> None:
+    """`chains`: of two parts, of which there are more past that, not longer ones; `few_rows`: so of one consumer, two
+    chains at most.
+    """
     patch.setattr(tuning_parts, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
-    if chains:
-        patch.setattr(tuning_parts, "LONG_PARTS", 1)
+    if chains or few_rows:
+        patch.setattr(tuning_parts, "LONG_PARTS", 1 if chains else 1 << 10)
         for module in (tuning_parts, tuning_hopper):
             patch.setattr(module, "SHORT_ROWS", 1 << 20)
+            patch.setattr(module, "ONE_TILE_SPLIT", 128 if few_rows else tuning_parts.ONE_TILE_SPLIT)
         for module in (tuning_parts, attention_hopper_launch):
-            patch.setattr(module, "FEW_PARTS", 2)
+            patch.setattr(module, "FEW_PARTS", 4 if few_rows else 2)
     patch.setattr(tuning_parts, "FOLDED", 0.0 if folded else math.inf)
     patch.setattr(calls, "_ready", {})
 

@@ -25,7 +25,7 @@ from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
 from tests.gluon_on_torch.hopper import on_torch
 from tests.gluon_on_torch.sources import Sources
-from tests.test_hopper import HALVES, hopper
+from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
@@ -79,6 +79,14 @@ def tile(*args, **options) -> tuple[int, ...]:
         ((32, 16, 256, 72), (2, 1, 1, 64, 4)),
         ((32, 16, 729, 72), (3, 1, 1, 64, 4)),
         ((32, 16, 4096, 72), (3, 1, 1, 64, 4)),
+        # in parts
+        ((1, (8, 1), 16, 128, True, (None, None), 16384), (1, 2, 1, 64, 4)),
+        ((1, (8, 1), 16, 128, True, (None, None), 1 << 17), (1, 2, 1, 64, 4)),
+        ((2, (8, 1), 16, 128, True, (None, None), 1 << 17), (2, 1, 1, 64, 4)),
+        ((1, (32, 8), 64, 128, True, (None, None), 4096), (1, 2, 1, 64, 4)),
+        ((1, (32, 8), 64, 128, True, (None, None), 8192), (2, 1, 1, 64, 4)),
+        ((1, (8, 1), 512, 128, True, (None, None), 4096), (1, 2, 1, 128, 2)),
+        ((1, (16, 8), 128, 256, True, (None, None), 4096), (1, 2, 1, 64, 2)),
     ],
     ids=str,
 )
@@ -89,9 +97,8 @@ def test_whom_a_row_tile_is_dealt_out_to(problem, expected, monkeypatch):
 
 
 def test_what_is_never_dealt_out(monkeypatch):
-    """Parts of the keys; to two for three consumers what is not the same for them: visits that rows decide."""
+    """To two for three consumers what is not the same for them: visits that rows decide."""
     monkeypatch.setattr(hopper_config, "V_IN_PIECES", True)
-    assert tile(1, (8, 1), 100, 128, True, keys=16384)[1] == 1
     assert tile(32, 16, 256, 80, window=(40, None))[0] == tile(32, 16, 256, 80, varlen=True)[0] == 3
 
 
@@ -102,22 +109,27 @@ def as_tasks(patch: pytest.MonkeyPatch, dealt: HopperConfig | str) -> None:
     """
 
     def choose(problem: AttentionProblem, config: HopperConfig, target: Target) -> HopperConfig:
-        if config.warpgroups == 1 and not problem.features.mask:
+        if config.warpgroups == 1 and not (problem.features.mask or config.split):
             config = replace(LONG_64 if problem.features.right else TURNS_64, pack=config.pack)
         if dealt == "two for three" and config.warpgroups == 3:
             return replace(SHORT_128, pack=config.pack)
-        whole = dealt != "dealt out" or config.split or config.warpgroups == 1
+        whole = dealt != "dealt out" or config.warpgroups == 1
         return config if whole else tuning_dealt.one_consumer(problem, config)
 
     patch.setattr(attention_hopper_launch, "dealt", choose)
     patch.setattr(calls, "_ready", {})
 
 
-def in_both_ways(case: Case, ways: tuple[str, str] = ("whole", "dealt out")) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def in_both_ways(
+    case: Case, ways: tuple[str, str] = ("whole", "dealt out"), parts: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`parts`: of the keys, as tasks."""
     results = []
     for way in ways:
         with pytest.MonkeyPatch.context() as patch:
             as_tasks(patch, way)
+            if parts:
+                take_parts(patch, folded=False)
             results.append(hopper(fa.attention, copied=True)(case.q, case.k, case.v, **case.options(), return_lse=True))
     return results
 
@@ -132,6 +144,16 @@ def test_who_takes_the_rows_does_not_show(dim, hopper_device):
         assert_same_bits(dealt, whole, "row tiles that are dealt out", case)
 
     ask_random_cases(same, FEATURES - {"gradients", "poison"}, dim, PROBLEMS, hopper_device)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_who_takes_the_rows_of_parts_does_not_show(dim, hopper_device):
+    def same(case: Case) -> None:
+        hypothesis.assume(case.q.shape[2] * case.group > 64 and case.k.shape[2] > 256 and case.v.numel())
+        whole, dealt = in_both_ways(case, parts=True)
+        assert_same_bits(dealt, whole, "row tiles that are dealt out, in parts", case)
+
+    ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS, hopper_device)
 
 
 def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -158,9 +180,10 @@ def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.devic
 )
 def test_rows_that_fail(dtype, dim, options, hopper_device):
     case = replace(with_failures(270, dim, dtype, hopper_device), **options)
-    whole, dealt = in_both_ways(case)
-    assert_same_bits(dealt, whole, "row tiles that are dealt out", None)
-    assert not whole[0].isfinite().all() and whole[0].isfinite().any()
+    for parts in (False, True):
+        whole, dealt = in_both_ways(case, parts=parts)
+        assert_same_bits(dealt, whole, "row tiles that are dealt out", None)
+        assert not whole[0].isfinite().all() and whole[0].isfinite().any()
 
 
 @pytest.mark.parametrize("dim", [72, 80])

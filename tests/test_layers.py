@@ -56,6 +56,7 @@ NEIGHBOURS = {
     ("kernels.hopper_config", "kernels.tuning"),
     ("kernels.tuning_dealt", "kernels.hopper_config"),
     ("kernels.tuning_dealt", "kernels.tuning_hopper"),
+    ("kernels.tuning_dealt", "kernels.tuning_parts"),
     ("kernels.tuning_dealt", "target"),
     ("kernels.tuning_hopper", "kernels.hopper_config"),
     ("kernels.tuning_hopper", "kernels.tuning"),

@@ -36,7 +36,7 @@ from flashattn_lite.kernels.start import Address, Starter, counters, on
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
-from flashattn_lite.kernels.tuning_parts import FEW_PARTS, ONE_TILE_PARTS, folding, folds, split_of
+from flashattn_lite.kernels.tuning_parts import FEW_PARTS, ONE_TILE_PARTS, split_of, with_chains
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
@@ -77,9 +77,9 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Hopp
     elif inputs.mask is not None and by_tma(expanded_mask(problem, inputs.mask)):
         mask_bytes = inputs.mask.element_size()
     config = hopper_tile(problem, mask_bytes)
-    if config.split and folds(problem, config, target):
-        return folding(problem, config)
-    return dealt(problem, config, target)
+    if config.split:
+        config = with_chains(problem, config, target)
+    return config if config.folds else dealt(problem, config, target)
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
@@ -90,7 +90,9 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
     leaves = math.prod(of_v) // o_width
     o_slots = max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0)
     if config.folds_in_room:
-        o_slots = leaves * (2 if config.alone else 1)  # what leaves does so by the room of a float32 acc
+        o_slots = leaves * (
+            2 * config.chains if config.alone else 1
+        )  # what leaves does so by the room of a float32 acc
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         DEALT=config.dealt,
@@ -114,6 +116,8 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         FEW=FEW_PARTS,
         LONG=config.long,
         LANES=config.parts,
+        CHAIN=config.chain,
+        CHAINS=config.chains,
         FOLDS=config.folds,
         FOLDS_IN_ROOM=config.folds_in_room,
         ALONE=config.alone,
@@ -229,10 +233,10 @@ def merge_of(
     """The launch behind one that takes the keys in parts."""
     splits = Splits(tile.SPLIT, tile.FEW, tile.LONG)
     config = DecodeConfig(
-        tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=FEW_PARTS, columns=(128, 128, 128)
+        tile.BLOCK_M, tile.BLOCK_N, splits, 4, 1, tile.LANES, chain=tile.CHAIN, columns=(128, 128, 128)
     )
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
-    parts, own = decode_launch.most_splits(problem, merged), FEW_PARTS if tile.FOLDS else 1
+    parts, own = decode_launch.most_splits(problem, merged), tile.CHAIN if tile.FOLDS else 1
     return Merge(problem, merged, triton.cdiv(parts, own), parts, (own, own), config, out, lse, target)
 
 

@@ -23,7 +23,7 @@ from flashattn_lite.kernels.hopper_epilogue import (
     write_state,
     write_sum,
 )
-from flashattn_lite.kernels.hopper_folds import chain_rows, fold_rows, kept, no_parts
+from flashattn_lite.kernels.hopper_folds import chain_of, chain_rows, fold_rows, go_on, kept, no_parts, with_before
 from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, overflows, row_sums, take_rows
 from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
@@ -198,19 +198,21 @@ def again_part(task, mode, chain, n_tile, it, n_clean, rings, bars, dst, lse, ar
     mark = gl.where(fails, EXACT, CLEAN)
     lse_row = mark.to(gl.float32, bitcast=True)
     if mode == REDO:
-        if (part % T.FEW == 0) & (second == 0):
+        if (part % (T.CHAIN * T.CHAINS) == 0) & (second == 0):
             chain = no_parts(rings[3], WG, T)
-        chain = fold_rows(chain, m_i, l_row, acc, done, rings[3], WG, T)
+        elif second == 0:
+            chain = go_on(chain, part, T)
+        chain = fold_rows(chain, part, m_i, l_row, acc, done, rings[3], WG, T)
     if T.PARTIAL:
         if mode != REDO:
             move_state(acc, mode, rows.exists, dst, lse, task, WG, T)
         if (mode == REDO) & (behind == 0):
-            m_c, l_c, acc_c = chain
+            m_c, l_c, acc_c, _ = chain
             write_sum(l_c, done, lse_ptrs, dst)
-            write_state(kept(acc_c, rings[3], WG, T), done, dst, lse, task, WG, T)
+            write_state(kept(acc_c, 0, rings[3], WG, T), done, dst, lse, task, WG, T)
             lse_row = gl.where(fails, lse_row, m_c)
     elif (mode != REDO) | (behind == 0):
-        out, lse_row = chain_or_counts(chain, acc, mode, rows, rings[3], args, DTYPE, WG, F, T)
+        out, lse_row = chains_or_counts(chain, part, acc, mode, rows, rings[3], args, DTYPE, WG, F, T)
         lse_row = gl.where(fails, mark.to(gl.float32, bitcast=True), lse_row)
         write_rows(out, mode, rings[2], dst, lse, task, WG, F, T)
     mbarrier.arrive(bars.q_empty.index(q_slot(n_tile, WG, T)[0]), count=1)
@@ -219,11 +221,13 @@ def again_part(task, mode, chain, n_tile, it, n_clean, rings, bars, dst, lse, ar
 
 
 @gluon.jit
-def chain_or_counts(chain, acc, mode, rows, o_s, args, DTYPE: gl.constexpr, WG: gl.constexpr, F: gl.constexpr,
-                    T: gl.constexpr):  # fmt: skip
-    """(pieces of O, lse) of the chain of all parts; PLUS, MINUS: the counts that acc is of the part at hand."""
-    m_c, l_c, acc_c = chain
-    out, lse_row = chain_rows(m_c, l_c, kept(acc_c, o_s, WG, T), rows, args, DTYPE, F, T)
+def chains_or_counts(chain, part, acc, mode, rows, o_s, args, DTYPE: gl.constexpr, WG: gl.constexpr, F: gl.constexpr,
+                     T: gl.constexpr):  # fmt: skip
+    """(pieces of O, lse) of all parts, up to `part`; PLUS, MINUS: the counts that acc is of the part at hand."""
+    m_c, l_c, acc_c, before = chain
+    acc_c = kept(acc_c, chain_of(part, T), o_s, WG, T)
+    m_c, l_c, acc_c = with_before(m_c, l_c, acc_c, before, o_s, True, WG, T)
+    out, lse_row = chain_rows(m_c, l_c, acc_c, rows, args, DTYPE, F, T)
     PIECES: gl.constexpr = T.V_PIECES
     chosen = ()
     for i in gl.static_range(PIECES):

@@ -39,8 +39,10 @@ class HopperConfig:
     split: int = 0  # keys of a part that is a task of its own, at least; 0: a row tile takes all of its own
     long: int = 0  # and from which on there are more than FEW_PARTS
     parts: int = 1  # of a sequence's keys, at most
-    folds: bool = False  # no task of its own: a block takes a chain of parts of a row tile, and folds their states
-    alone: bool = False  # and there is no second chain, so that no state leaves
+    chain: int = 1  # neighbouring parts that are folded one after the other, whoever takes them
+    folds: bool = False  # no task of its own: a block takes chains of parts of a row tile, and folds their states
+    chains: int = 1  # that a block takes
+    alone: bool = False  # and there are no more, so that no state leaves
     folds_in_room: bool = False  # the acc of those before waits in shared memory, not in registers
     dealt: int = 1  # blocks that a row tile is dealt out to, see `tuning_dealt.py`
     mask_copied: bool = False  # tiles of a mask tensor come by TMA, each with the K of its keys

@@ -3,9 +3,10 @@
 Each part has a state (m_i, l_i, acc) of its own, from a reference of its own; these are folded one after the other, as
 decode_merge.py folds them where each part is a task: to the same bits, so that a row has them whoever takes its parts.
 What leaves is O where there is no second chain, else the chain's state.
-Loop invariant: (m_c, l_c, acc_c) is the state of the chain's parts so far. acc_c is not used within a part: it waits
-in shared memory where registers do not hold two acc (FOLDS_IN_ROOM). What the compiler would put on the stack comes
-back from L2, past the little that shared memory has left of L1.
+Loop invariant: (m_c, l_c, acc_c) is the state of the chain's parts so far; with CHAINS of two, and in the second of
+these, `before` is (m, l) of the first, whose acc stays in its room. acc_c is not used within a part: it waits in shared
+memory where registers do not hold two acc (FOLDS_IN_ROOM). What the compiler would put on the stack comes back from L2,
+past the little that shared memory has left of L1.
 
 No part waits for the one before: its first scores are under way while the last values of that are added. Q stays in
 shared memory: its registers are for the states.
@@ -18,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from flashattn_lite.kernels.decode_splits import finished_rows, weigh
-from flashattn_lite.kernels.device.state import EMPTY_L, finish, merge
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, finish, merge
 from flashattn_lite.kernels.gluon_names import reinterpret
 from flashattn_lite.kernels.hopper_epilogue import deliver, write_sum
 from flashattn_lite.kernels.hopper_pieces import add_values, pieces_of, query_key, values_added
@@ -42,32 +43,41 @@ ROOM = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 
 @gluon.jit
-def room_of(o_s, i: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
-    """Where the i-th piece of a consumer's acc_c waits, float32 [64, BLOCK_DV]: in the room that its O leaves by."""
-    rooms = reinterpret(o_s, gl.float32, [T.WARPGROUPS * T.V_PIECES, ROWS, T.BLOCK_DV], ROOM)
-    return rooms.index(WG * T.V_PIECES + i)
+def chain_of(part, T: gl.constexpr):
+    """Which of its block's chains a part is of."""
+    if T.CHAINS == 1:
+        return 0
+    else:
+        return part // T.CHAIN
 
 
 @gluon.jit
-def keep(acc, o_s, WG: gl.constexpr, T: gl.constexpr):
+def room_of(o_s, chain, i: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
+    """Where the i-th piece of a consumer's acc_c waits, float32 [64, BLOCK_DV]: in the room that its O leaves by."""
+    rooms = reinterpret(o_s, gl.float32, [T.WARPGROUPS * T.CHAINS * T.V_PIECES, ROWS, T.BLOCK_DV], ROOM)
+    return rooms.index((WG * T.CHAINS + chain) * T.V_PIECES + i)
+
+
+@gluon.jit
+def keep(acc, chain, o_s, WG: gl.constexpr, T: gl.constexpr):
     """The acc of a chain until the next part ends: what `kept` takes."""
     PIECES: gl.constexpr = T.V_PIECES
     if T.FOLDS_IN_ROOM:
         for i in gl.static_range(PIECES):
-            room_of(o_s, i, WG, T).store(acc[i])
+            room_of(o_s, chain, i, WG, T).store(acc[i])
         return ()
     else:
         return acc
 
 
 @gluon.jit
-def kept(acc_c, o_s, WG: gl.constexpr, T: gl.constexpr):
+def kept(acc_c, chain, o_s, WG: gl.constexpr, T: gl.constexpr):
     """acc of a chain, in pieces."""
     PIECES: gl.constexpr = T.V_PIECES
     pieces = ()
     if T.FOLDS_IN_ROOM:
         for i in gl.static_range(PIECES):
-            pieces = pieces + (room_of(o_s, i, WG, T).load(T.O_LAYOUT),)
+            pieces = pieces + (room_of(o_s, chain, i, WG, T).load(T.O_LAYOUT),)
         return pieces
     else:
         return acc_c
@@ -81,35 +91,67 @@ def of_o(x, T: gl.constexpr):
 
 @gluon.jit
 def no_parts(o_s, WG: gl.constexpr, T: gl.constexpr):
-    """The chain of no part: (m_c, l_c, what `keep` gave for acc_c)."""
+    """The chain of no part: (m_c, l_c, what `keep` gave for acc_c, `before`)."""
     m_i, _, acc = empty_state(T)
-    return m_i, gl.full([ROWS], EMPTY_L, gl.float32, m_i.type.layout), keep(acc, o_s, WG, T)
+    l_i = gl.full([ROWS], EMPTY_L, gl.float32, m_i.type.layout)
+    acc_c = keep(acc, 0, o_s, WG, T)
+    if T.CHAINS == 1:
+        return m_i, l_i, acc_c, ()
+    else:
+        return m_i, l_i, keep(acc, 1, o_s, WG, T), (m_i, l_i)
 
 
 @gluon.jit
-def folded(acc_c, acc, weight_c, weight_i, T: gl.constexpr):
-    """acc of a chain with a part's. Plain products: an infinity may become NaN, whose row is done again anyway."""
+def go_on(chain, part, T: gl.constexpr):
+    """The chain that `part` is folded into, after the one before it."""
+    if T.CHAINS == 1:
+        return chain
+    else:
+        m_c, l_c, acc_c, before = chain
+        begins = part % T.CHAIN == 0
+        before = (gl.where(begins, m_c, before[0]), gl.where(begins, l_c, before[1]))
+        return gl.where(begins, EMPTY_M, m_c), gl.where(begins, EMPTY_L, l_c), acc_c, before
+
+
+@gluon.jit
+def with_before(m_c, l_c, acc_c, before, o_s, weighed: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
+    """(m, l, pieces of acc) of all of a block's chains, the last of which is given; `weighed`: infinities are kept."""
+    if T.CHAINS == 1:
+        return m_c, l_c, acc_c
+    else:
+        m_i, l_i, weight_b, weight_c = merge(before[0], before[1], m_c, l_c)
+        return m_i, l_i, folded(kept((), 0, o_s, WG, T), acc_c, weight_b, weight_c, weighed, T)
+
+
+@gluon.jit
+def folded(acc_c, acc, weight_c, weight_i, weighed: gl.constexpr, T: gl.constexpr):
+    """acc of a chain with a part's, or of two chains. Infinities are kept where that is asked for; by plain products
+    one may become NaN, whose row is done again anyway.
+    """
     weight_c, weight_i = of_o(weight_c, T), of_o(weight_i, T)
     PIECES: gl.constexpr = T.V_PIECES
     sums = ()
     for i in gl.static_range(PIECES):
-        sums = sums + (acc_c[i] * weight_c + acc[i] * weight_i,)
+        if weighed:
+            sums = sums + (weigh(acc_c[i], weight_c) + weigh(acc[i], weight_i),)
+        else:
+            sums = sums + (acc_c[i] * weight_c + acc[i] * weight_i,)
     return sums
 
 
 @gluon.jit
-def fold_rows(chain, m_i, l_row, acc, wanted, o_s, WG: gl.constexpr, T: gl.constexpr):
+def fold_rows(chain, part, m_i, l_row, acc, wanted, o_s, WG: gl.constexpr, T: gl.constexpr):
     """The chain with a part folded in, of `wanted` rows: any part, infinities are kept."""
-    m_c, l_c, acc_c = chain
-    acc_c = kept(acc_c, o_s, WG, T)
+    m_c, l_c, acc_c, before = chain
+    acc_c = kept(acc_c, chain_of(part, T), o_s, WG, T)
     m_new, l_new, weight_c, weight_i = merge(m_c, l_c, m_i, l_row)
-    weight_c, weight_i, some = of_o(weight_c, T), of_o(weight_i, T), of_o(wanted.to(gl.int32), T) != 0
+    new, some = folded(acc_c, acc, weight_c, weight_i, True, T), of_o(wanted.to(gl.int32), T) != 0
     PIECES: gl.constexpr = T.V_PIECES
     sums = ()
     for i in gl.static_range(PIECES):
-        new = weigh(acc_c[i], weight_c) + weigh(acc[i], weight_i)
-        sums = sums + (gl.where(some, new, acc_c[i]),)
-    return gl.where(wanted, m_new, m_c), gl.where(wanted, l_new, l_c), keep(sums, o_s, WG, T)
+        sums = sums + (gl.where(some, new[i], acc_c[i]),)
+    acc_c = keep(sums, chain_of(part, T), o_s, WG, T)
+    return gl.where(wanted, m_new, m_c), gl.where(wanted, l_new, l_c), acc_c, before
 
 
 @gluon.jit
@@ -151,9 +193,10 @@ def next_part(state, p, chain, q_at, rings, bars, talk, it, n_message, rows, arg
     pass_turn(WG, T)
     l_row = row_sums(l_i, T)
     over = overflows(m_i, l_row, F, T).to(gl.int32)
-    m_c, l_c, acc_c = chain
+    m_c, l_c, acc_c, before = chain
     m_c, l_c, weight_c, weight_i = merge(m_c, l_c, m_i, l_row)
     _, task = receive(n_message, talk)
+    part, _, _ = part_of(task, T)
     rows = rows_of_part(rows, task, F, T)
     s = warpgroup_mma_wait(T.V_PIECES, [s])
     if T.APART:
@@ -165,8 +208,10 @@ def next_part(state, p, chain, q_at, rings, bars, talk, it, n_message, rows, arg
         mbarrier.arrive(bars.v_empty.index(at), count=1)
     else:
         mbarrier.arrive(bars.k_empty.index(k_at), count=1)
-    acc_c = keep(folded(kept(acc_c, rings[3], WG, T), acc, weight_c, weight_i, T), rings[3], WG, T)
-    return (none, m_i, l_i), p, (m_c, l_c, acc_c), over, task, rows
+    at = chain_of(part - 1, T)
+    acc_c = folded(kept(acc_c, at, rings[3], WG, T), acc, weight_c, weight_i, False, T)
+    chain = go_on((m_c, l_c, keep(acc_c, at, rings[3], WG, T), before), part, T)
+    return (none, m_i, l_i), p, chain, over, task, rows
 
 
 @gluon.jit
@@ -211,13 +256,15 @@ def row_tile_in_parts(task, n_tile, it, n_message, failed, rings, bars, talk, ds
     acc, v_at = last_values(p, acc, rings, bars, it, T)
     l_row = row_sums(l_i, T)
     over |= overflows(m_i, l_row, F, T).to(gl.int32)
-    m_c, l_c, acc_c = chain
+    m_c, l_c, acc_c, before = chain
     m_c, l_c, weight_c, weight_i = merge(m_c, l_c, m_i, l_row)
     acc = values_added(acc, T)
     if T.APART:
         mbarrier.arrive(bars.v_empty.index(v_at), count=1)
 
-    acc = folded(kept(acc_c, o_s, WG, T), acc, weight_c, weight_i, T)
+    part, _, _ = part_of(task, T)
+    acc = folded(kept(acc_c, chain_of(part, T), o_s, WG, T), acc, weight_c, weight_i, False, T)
+    m_c, l_c, acc = with_before(m_c, l_c, acc, before, o_s, False, WG, T)
     lse_ptrs = lse_pointers(lse, task, rows.head, rows.pos, F, T)
     if T.PARTIAL:
         out, lse_row = acc, m_c

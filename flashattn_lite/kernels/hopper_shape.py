@@ -36,12 +36,14 @@ class HopperTile:
     MASK_COPIED: bool  # its tiles come by TMA, each with the K of its keys
     LIMIT: float  # of l_i, so that no p has left its dtype's range
     SPLIT: int  # keys of a part, at least; 0: a row tile takes all of its own
-    FEW: int  # of how many, at most; so many neighbours are a chain
+    FEW: int  # of how many, at most
     LONG: int  # keys of one, at least, where there are more
     LANES: int  # parts of a sequence's keys, at most
-    FOLDS: bool  # a block takes a chain of parts of a row tile, one after the other, and folds their states
+    CHAIN: int  # neighbouring parts that are folded one after the other, whoever takes them
+    CHAINS: int  # that a block takes, with FOLDS; two only where there are no more
+    FOLDS: bool  # a block takes chains of parts of a row tile, one after the other, and folds their states
     FOLDS_IN_ROOM: bool  # the acc of those before waits in shared memory, not in registers
-    ALONE: bool  # there is no second chain: nothing to merge
+    ALONE: bool  # there are no more than a block takes: nothing to merge
 
     @property
     def PARTIAL(self) -> bool:

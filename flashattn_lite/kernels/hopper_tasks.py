@@ -127,8 +127,9 @@ def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
     if T.SPLIT > 0:
         first_tile, tiles, each = splits_of(seen_lo, seen_hi, T)
         if T.FOLDS:
-            part *= T.FEW
-            past = gl.maximum(gl.minimum((tiles + each - 1) // each, part + T.FEW), part + 1)
+            part *= T.CHAIN
+            last = part + T.CHAIN * T.CHAINS
+            past = gl.maximum(gl.minimum((tiles + each - 1) // each, last), part + 1)
     first = block_m * (ROWS * T.WARPGROUPS // T.PACK)
     return Span(b, head, first, start_q, len_q, start_k, len_k, diag_lo, diag_hi, first_tile, each, past), part
 
@@ -175,7 +176,7 @@ def part_of(task, T: gl.constexpr):
 def state_of(task, T: gl.constexpr):
     """Which of the states of its rows a task leaves: its part's, with FOLDS its chain's."""
     if T.FOLDS:
-        return part_of(task, T)[0] // T.FEW
+        return part_of(task, T)[0] // T.CHAIN
     else:
         return task.part
 

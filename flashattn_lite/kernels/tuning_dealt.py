@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from flashattn_lite.kernels.hopper_config import HOPPER_TALK, HopperConfig, pieces_of_v, room_of, widest_of
 from flashattn_lite.kernels.tuning_hopper import SHORT_128
+from flashattn_lite.kernels.tuning_parts import parts_of
 from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
 
@@ -45,6 +46,17 @@ from flashattn_lite.target import Target
 # So: as many tasks as multiprocessors, causal two each, but not of heads of 96; of heads of 64 more, where the rows of
 # whole row tiles that come upon a multiprocessor are so many more.
 DEALT_64 = 0.85
+# In parts, heads of 128 on an H100 (one block a multiprocessor or two: level); whole, dealt out, FlashAttention-3:
+#   as many tasks as multiprocessors, or fewer
+#     8 / 1 heads x 16 rows: 2k 12.6 10.1; 10.3, 4k 12.6 10.6; 11.1, 8k 17.2 14.1; 12.8, 16k 19.0 15.0; 16.2, 32k 19.5
+#       15.4; 20.8, 64k 23.6 22.5; 27.4, two of 8k 17.9 14.5; 14.0; 8k of 64 15.0 11.9; 11.8, of 96 17.2 14.1; 14.3, of
+#       256 28.2 18.7; 17.0     x 64 rows: 4k 17.7 14.3; 12.5, 8k 18.3 14.7; 14.6, 32k 29.3 24.3; 23.8
+#       x 128 rows: 4k 18.5 15.4; 14.0     x 512 rows: 4k 30.9 24.8; 22.2
+#     64 / 8 heads x 16 rows: 2k 14.5 12.6; 12.4, 4k 16.5 15.1; 15.9, 8k 22.8 21.6; 21.7
+#     32 / 8 heads x 64 rows: 2k 20.2 16.3; 14.5, 4k 21.2 17.2; 18.2     x 128 rows: 2k 22.0 18.2; 17.7
+#     16 / 8 heads of 256 x 128 rows: 4k 34.2 27.9; 29.2
+#   twice as many: 32 / 8 heads x 64 rows of 8k 27.0 28.1; 25.9, x 128 rows 40.8 46.4; 37.8; 8 / 1 heads x 512 rows of
+#     8k 34.1 40.0; 35.4, x 1024 rows of 16k 109.7 137.1; 116.2
 # Three consumers or two, full, us on an H100: 80, 512 heads x 128, 197, 256, 257, 384, 577, 729, 1024 (as many rows in
 # all): three 149.9 239.8 205.4 223.0 185.9 339.7 319.4 476.5, two 123.5 179.5 158.7 233.9 193.5 307.0 337.8 424.8; few
 # heads: 16 x 1024 24.3, 17.4 (one consumer 23.9).
@@ -54,12 +66,16 @@ TWO_FOR_THREE = 1.1  # times the rows
 def dealt(problem: AttentionProblem, config: HopperConfig, target: Target) -> HopperConfig:
     """The tile with fewer consumers where that leaves less of the GPU idle; the same bits."""
     widest, causal = widest_of(problem), problem.features.right
-    if config.split or config.warpgroups == 1:
+    if config.warpgroups == 1:
         return config
+    parts = parts_of(problem, config) if config.split else 1
 
     def tasks(consumers: int) -> int:
         heads = problem.heads_kv if config.pack > 1 else problem.heads_q
-        return problem.batch * heads * -(-problem.len_q * config.pack // (64 * consumers))
+        return problem.batch * heads * -(-problem.len_q * config.pack // (64 * consumers)) * parts
+
+    if config.split:
+        return one_consumer(problem, config) if tasks(1) <= target.multiprocessors else config
 
     def cost(consumers: int) -> float:
         """Rows of the longest way through the launch; a causal row sees half of the keys in the mean."""

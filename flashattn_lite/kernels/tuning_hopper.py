@@ -178,6 +178,10 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if max(dim, dim_v) == 128 and not (in_sectors(problem.head_dim) and in_sectors(problem.head_dim_v)):
         table = HOPPER_UNALIGNED + table
     config = next(serving(table))
+    packed = 1 < problem.group <= 64
+    few = (packed or split) and problem.len_q * power_of_two(problem.group) <= 64
+    if few and max(dim, dim_v) > 64 and not (problem.features.varlen or problem.features.mask):
+        config = replace(config, warpgroups=1, turns=False, q_slots=0)
     if split and dim == dim_v == 64:
         config = tile_of_parts_64(problem, split) or config
     if split:
@@ -185,7 +189,7 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if split and config.blocks == 1:
         # acc leaves in twice as many pieces as O, and there is room, but for Q's of the next row tile beside long ones
         config = replace(config, o_slots=2, q_slots=0)
-    if 1 < problem.group <= 64 and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
+    if packed and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))
     if mask_bytes:
         fitting = (beside_masks(config, dim, dim_v, mask_bytes) for config in serving(table))

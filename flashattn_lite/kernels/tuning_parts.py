@@ -49,6 +49,24 @@ SHORT_ROWS = 256
 # More than 64 rows of heads of 64 have two consumers, one before: 32 x 64 / 8 heads x 16 rows of 2k 95 56; 59, but 1 x
 # 4k 11.5 13.0; 13.3 (H100).
 ONE_TILE_SPLIT = 512
+# Of these, what a consumer's 64 rows hold is one consumer's. Its chains are of half of FEW_PARTS, and its blocks take
+# two, each with an acc of its own on chip, where these fill the GPU. us on an H100, 70 ms warm and 40 timed: decoding's
+# kernels; two consumers; one, in chains of eight parts; in chains of four, or two of them; FlashAttention-3.
+#   32 / 8 heads of 128 x 16 rows: 16 x 4k 109 100 95.7 95.6; 96.4 (one chain of four a block 107), 32 x 2k 114 102 98.5
+#     98.5; 97.3, 8 x 8k 98.9 113 109 99.2; 99.0, 8 x 4k 55.3 66.2 63.0 54.8; 54.8, 8 x 2k 34.0 38.7 35.8 35.5; 32.9,
+#     4 x 2k 21.5 23.0 20.4 20.8; 20.1, 1 x 2k 11.8 13.8 11.6 11.4; 11.4, 1 x 4k 14.0 15.3 13.2 13.1; 14.5, 1 x 8k 19.3
+#     21.5 18.6 18.5; 20.3, 1 x 32k 55.0 63.2 59.9 59.0; 55.6
+#   64 / 8 heads x 4 rows: 8 x 8k 98.0 107 104 96.9; 96.5     8 / 1 heads x 8 rows: 16k 15.3 18.8 14.7 14.6; 15.0
+#   32 / 32 heads, in parts of 1024, without the third: 8 x 64 rows of 4k 211 191 186; 186, 2 x 64 of 2k 34.0 36.9 33.6;
+#     33.1, 1 x 32 of 8k 53.8 57.9 55.0; 52.2
+# Decoding's kernels; one consumer; FlashAttention-3:
+#   32 / 8 heads of 128 x 16 rows: 4 x 4k 33.0 34.5; 32.2, 16 x 8k 195 183; 185, 4 x 8k 55.3 58.1; 53.9, 2 x 16k 63.3
+#     59.1; 53.6, 8 x 16k 193 192; 187, 4 x 32k 193 191; 185     8 / 1 heads x 8 rows: 128k 32.5 30.3; 38.9
+#   32 / 8 heads x 16 rows, of 96: 16 x 4k 96.2 74.4; 82.2, 1 x 8k 19.2 16.6; 19.3     of 192: 8 x 4k 132 93.4; 81.8
+#     of 256: 4 x 2k 61.5 35.2; 36.4, 1 x 8k 38.6 31.4; 35.8, 8 x 4k 133 122; 104, 16 x 4k 254 234; 190
+#     of 64 (three blocks a multiprocessor, chains of eight): 16 x 4k 60.3 57.5; 59.9, 1 x 32k 33.7 31.0; 35.6, but 1 x
+#     2k 8.1 9.7; 10.9, 8 x 8k 53.7 60.7; 61.5: not from there
+FEWEST = 16  # rows that are left to decoding's kernels, whose tiles they fill
 # A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
 # to PARTS, of one row tile ONE_TILE_PARTS; past SHORT_ROWS never more. Many parts fill the GPU with few heads; states
 # cost others up to 15%, but where a block takes a chain of parts (see FOLDED). Heads wider than CHAINED, whose acc does
@@ -94,31 +112,55 @@ def split_of(problem: AttentionProblem) -> int:
     return ONE_TILE_SPLIT if split and problem.group > 1 and problem.group * problem.len_q <= 128 else split
 
 
+def ahead_of_decoding(problem: AttentionProblem) -> bool:
+    """Whether the Hopper kernel's parts are faster than decoding's splits where both kernels take the rows.
+
+    Not so where only the GPU knows how many keys there are: a part of none is a task like others, a split of none ends
+    at once.
+    """
+    parts = split_of(problem) > 0 and problem.group * problem.len_q > FEWEST
+    return parts and widest_of(problem) > 64 and not problem.features.kv_lens
+
+
 def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> HopperConfig:
     """The tile of parts of so many keys, at least."""
     chained = widest_of(problem) <= CHAINED
     long = NEVER if problem.len_q > SHORT_ROWS else split * (LONG_PARTS if chained else WIDE_LONG_PARTS)
     parts = ONE_TILE_PARTS if chained and split == ONE_TILE_SPLIT else PARTS
-    return replace(config, split=split, long=long, parts=parts)
+    chain = FEW_PARTS // 2 if config.warpgroups == config.blocks == 1 else FEW_PARTS
+    return replace(config, split=split, long=long, parts=parts, chain=chain)
+
+
+def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target) -> HopperConfig:
+    """The tile of blocks that take as many chains of parts of a row tile as leave enough blocks, or parts as tasks.
+
+    The batch may say, since bits do not tell.
+    """
+    if config.chain < parts_of(problem, config) <= 2 * config.chain < 2 * FEW_PARTS:
+        two = replace(config, chains=2)
+        if folds(problem, two, target):
+            return folding(problem, two)
+    return folding(problem, config) if folds(problem, config, target) else config
 
 
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
-    """Whether a block takes a chain of parts of a row tile, where each could be a task.
+    """Whether a block takes chains of parts of a row tile, where each part could be a task.
 
-    If acc fits on chip a second time, and chains are enough for the GPU. The batch may say, since bits do not tell.
+    If their acc fit on chip beside that of a part, and chains are enough for the GPU.
     """
     rows = 64 * config.warpgroups
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     taken = folding(problem, config)
-    o_bytes = 4 if taken.folds_in_room else 2 * config.o_slots
+    o_bytes = 4 * config.chains if taken.folds_in_room else 2 * config.o_slots
     needed = rows * (dim * 2 + dim_v * o_bytes) + config.stages * config.block_n * (dim + dim_v) * 2 + HOPPER_TALK
     tiles = -(-problem.len_q // (rows // config.pack)) * problem.batch
     tiles *= problem.heads_kv if config.pack > 1 else problem.heads_q
     parts = parts_of(problem, config)
     # Of three blocks on a multiprocessor one is enough, as measured, where rows leave, but not where states do.
     at_once = target.multiprocessors * (1 if taken.alone else config.blocks)
-    waves = -(-tiles * -(-parts // FEW_PARTS) // at_once)
-    places = waves * at_once * min(parts, FEW_PARTS)
+    taken_parts = config.chain * config.chains
+    waves = -(-tiles * -(-parts // taken_parts) // at_once)
+    places = waves * at_once * min(parts, taken_parts)
     fits = widest_of(problem) <= CHAINED and needed <= room_of(config)
     return fits and tiles * parts >= FOLDED * places
 
@@ -132,7 +174,7 @@ def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
 
 
 def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
-    """The tile of blocks that take a chain of parts: Q's registers and second room are for the states."""
-    in_room = math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
-    alone = parts_of(problem, config) <= FEW_PARTS
+    """The tile of blocks that take chains of parts: Q's registers and second room are for the states."""
+    in_room = config.chains > 1 or math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
+    alone = parts_of(problem, config) <= config.chain * config.chains
     return replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)

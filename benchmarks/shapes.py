@@ -159,6 +159,7 @@ SHAPES = {
     "tokens-16-of-32k-1-key-head": one_key_head(16, 32768),
     "tokens-16-1-key-head": one_key_head(16, 131072),
     "tokens-16-of-16k-group-8": Shape(1, 64, 8, 16, 16384, 128, causal=True),
+    "tokens-16-of-8k-group-8-x8": Shape(8, 64, 8, 16, 8192, 128, causal=True),
     "tokens-16-of-16k-group-8-x8": Shape(8, 64, 8, 16, 16384, 128, causal=True),
     "token-32k-1-key-head": one_key_head(1, 32768),
     "token-128k-1-key-head": one_key_head(1, 131072),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import hypothesis
@@ -18,6 +19,7 @@ from flashattn_lite import calls
 from flashattn_lite.kernels import attention_hopper_launch, hopper_config, tuning_dealt, tuning_hopper
 from flashattn_lite.kernels.hopper_config import HopperConfig
 from flashattn_lite.kernels.tuning_hopper import LONG_64, SHORT_128, THREE_128, TURNS_64, hopper_tile
+from flashattn_lite.kernels.tuning_parts import CHAINED, folding
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
@@ -87,6 +89,7 @@ def tile(*args, **options) -> tuple[int, ...]:
         ((1, (32, 8), 64, 128, True, (None, None), 8192), (2, 1, 1, 64, 4)),
         ((1, (8, 1), 512, 128, True, (None, None), 4096), (1, 2, 1, 128, 2)),
         ((1, (16, 8), 128, 256, True, (None, None), 4096), (1, 2, 1, 64, 2)),
+        ((8, (64, 8), 16, 128, True, (None, None), 8192), (1, 2, 1, 64, 4)),  # whose chains fill half of the GPU
     ],
     ids=str,
 )
@@ -113,17 +116,20 @@ def as_tasks(patch: pytest.MonkeyPatch, dealt: HopperConfig | str) -> None:
             config = replace(LONG_64 if problem.features.right else TURNS_64, pack=config.pack)
         if dealt == "two for three" and config.warpgroups == 3:
             return replace(SHORT_128, pack=config.pack)
-        whole = dealt != "dealt out" or config.warpgroups == 1
-        return config if whole else tuning_dealt.one_consumer(problem, config)
+        if not dealt.startswith("dealt out") or config.warpgroups == 1:
+            return config
+        config = tuning_dealt.one_consumer(problem, config)
+        return folding(problem, config) if config.split and dealt == "dealt out, chains" else config
 
     patch.setattr(attention_hopper_launch, "dealt", choose)
+    patch.setattr(attention_hopper_launch, "with_chains", lambda problem, config, target: config)
     patch.setattr(calls, "_ready", {})
 
 
 def in_both_ways(
-    case: Case, ways: tuple[str, str] = ("whole", "dealt out"), parts: bool = False
+    case: Case, ways: Sequence[str] = ("whole", "dealt out"), parts: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`parts`: of the keys, as tasks."""
+    """`parts`: of the keys; "dealt out, chains": a block takes a chain of them, else each is a task."""
     results = []
     for way in ways:
         with pytest.MonkeyPatch.context() as patch:
@@ -148,12 +154,16 @@ def test_who_takes_the_rows_does_not_show(dim, hopper_device):
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_who_takes_the_rows_of_parts_does_not_show(dim, hopper_device):
+    """Of 256 columns a block can't take a chain."""
+    ways = ("whole", "dealt out", "dealt out, chains" if dim <= CHAINED else "dealt out")
+
     def same(case: Case) -> None:
         hypothesis.assume(case.q.shape[2] * case.group > 64 and case.k.shape[2] > 256 and case.v.numel())
-        whole, dealt = in_both_ways(case, parts=True)
+        whole, dealt, chains = in_both_ways(case, ways, parts=True)
         assert_same_bits(dealt, whole, "row tiles that are dealt out, in parts", case)
+        assert_same_bits(chains, whole, "row tiles that are dealt out, in chains of parts", case)
 
-    ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS, hopper_device)
+    ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS | {"cpu": 3}, hopper_device)
 
 
 def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -180,10 +190,17 @@ def with_failures(length: int, dim: int, dtype: torch.dtype, device: torch.devic
 )
 def test_rows_that_fail(dtype, dim, options, hopper_device):
     case = replace(with_failures(270, dim, dtype, hopper_device), **options)
-    for parts in (False, True):
-        whole, dealt = in_both_ways(case, parts=parts)
+    whole, dealt = in_both_ways(case)
+    assert_same_bits(dealt, whole, "row tiles that are dealt out", None)
+    assert not whole[0].isfinite().all() and whole[0].isfinite().any()
+
+
+def test_rows_that_fail_in_parts(hopper_device):
+    case = replace(with_failures(270, 128, torch.bfloat16, hopper_device), causal=True)
+    whole, *others = in_both_ways(case, ("whole", "dealt out", "dealt out, chains"), parts=True)
+    for dealt in others:
         assert_same_bits(dealt, whole, "row tiles that are dealt out", None)
-        assert not whole[0].isfinite().all() and whole[0].isfinite().any()
+    assert not whole[0].isfinite().all() and whole[0].isfinite().any()
 
 
 @pytest.mark.parametrize("dim", [72, 80])

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flashattn_lite.kernels.hopper_config import HOPPER_TALK, HopperConfig, pieces_of_v, room_of, widest_of
 from flashattn_lite.kernels.tuning_hopper import SHORT_128
-from flashattn_lite.kernels.tuning_parts import parts_of
+from flashattn_lite.kernels.tuning_parts import folding, folds, parts_of
 from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
 
@@ -75,7 +75,10 @@ def dealt(problem: AttentionProblem, config: HopperConfig, target: Target) -> Ho
         return problem.batch * heads * -(-problem.len_q * config.pack // (64 * consumers)) * parts
 
     if config.split:
-        return one_consumer(problem, config) if tasks(1) <= target.multiprocessors else config
+        one = one_consumer(problem, config)
+        if tasks(1) <= target.multiprocessors:
+            return one
+        return folding(problem, one) if folds(problem, one, target) else config
 
     def cost(consumers: int) -> float:
         """Rows of the longest way through the launch; a causal row sees half of the keys in the mean."""

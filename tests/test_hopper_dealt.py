@@ -90,6 +90,7 @@ def tile(*args, **options) -> tuple[int, ...]:
         ((1, (8, 1), 512, 128, True, (None, None), 4096), (1, 2, 1, 128, 2)),
         ((1, (16, 8), 128, 256, True, (None, None), 4096), (1, 2, 1, 64, 2)),
         ((8, (64, 8), 16, 128, True, (None, None), 8192), (1, 2, 1, 64, 4)),  # whose chains fill half of the GPU
+        ((1, (8, 1), 1024, 128, True, (None, None), 16384), (2, 1, 1, 128, 2)),
     ],
     ids=str,
 )

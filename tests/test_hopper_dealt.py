@@ -197,7 +197,8 @@ def test_rows_that_fail(dtype, dim, options, hopper_device):
 
 
 def test_rows_that_fail_in_parts(hopper_device):
-    case = replace(with_failures(270, 128, torch.bfloat16, hopper_device), causal=True)
+    case = with_failures(270, 128, torch.bfloat16, hopper_device)
+    case = replace(case, q=case.q[:, :2], k=case.k[:, :1], v=case.v[:, :1], sinks=case.sinks[:2], causal=True)
     whole, *others = in_both_ways(case, ("whole", "dealt out", "dealt out, chains"), parts=True)
     for dealt in others:
         assert_same_bits(dealt, whole, "row tiles that are dealt out", None)

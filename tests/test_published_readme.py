@@ -145,6 +145,17 @@ def test_the_readme_has_chunks():
     assert f"- {text}{ratios} of the fastest rival (commit {rows[0]['commit']})." in README
 
 
+def test_the_readme_has_few_rows_over_many_keys():
+    rows = tables.results(H100)("shapes_chunks")
+    cells = tables.speeds(rows, "us", "shape").values()
+    ratios = [min(tables.rivals(cell).values()) / cell["flashattn_lite"] for cell in cells]
+    lengths, batches = ({int(row[name]) for row in rows} for name in ("len_q", "batch"))
+    assert (min(lengths), max(lengths), max(batches)) == (4, 2048, 32)
+    text = "4 to 2048 tokens over 2k to 128k keys of one to 32 sequences, on an H100: "
+    text += f"{between(ratios)} of the fastest rival, {tables.geometric_mean(ratios):.2f} in the mean of"
+    assert f"- {text} {len(cells)} shapes (commit {rows[0]['commit']})." in README
+
+
 def test_the_readme_has_few_row_tiles():
     rows = [row for row in tables.results(H100)("shapes") if re.search("^prompt|-x1$", row["shape"])]
     cells = tables.speeds(rows, "us", "shape").values()

@@ -58,8 +58,8 @@ DEALT_64 = 0.85
 #   twice as many: 32 / 8 heads x 64 rows of 8k 27.0 28.1; 25.9, x 128 rows 40.8 46.4; 37.8; 8 / 1 heads x 512 rows of
 #     8k 34.1 40.0; 35.4, x 1024 rows of 16k 109.7 137.1; 116.2
 # Chains of parts, where those of whole row tiles fill less than the GPU and those of dealt ones do; parts as tasks,
-# chains of dealt row tiles, FlashAttention-3: 64 / 8 heads x 16 rows, 8 x 8k 125 120; 104, 8 x 4k 77.9 56.5; 59.7, of 64
-# 8 x 8k 68.9 62.3; 65.9, of 96 99.5 90.7; 89.3; 32 / 8 heads x 64 rows of 4 x 8k 87.0 86.6; 71.1, x 128 rows of 2 x 8k
+# chains of dealt row tiles, FlashAttention-3: 64 / 8 heads x 16 rows, 8 x 8k 125 120; 104, 8 x 4k 77.9 56.5; 59.7, of
+# 64 8 x 8k 68.9 62.3; 65.9, of 96 99.5 90.7; 89.3; 32 / 8 heads x 64 rows of 4 x 8k 87.0 86.6; 71.1, x 128 of 2 x 8k
 # 79.2 76.1; 65.1; but 8 / 1 heads x 1024 rows of 16k 107 124; 112: many rows are bound by products, not by memory.
 CHAINED_ROWS = 512  # of a key/value head
 # Three consumers or two, full, us on an H100: 80, 512 heads x 128, 197, 256, 257, 384, 577, 729, 1024 (as many rows in

@@ -152,6 +152,8 @@ TELLING = 4096
 # are from before FEW_KEYS; since then 16 rows, 8 x 64 4.6 (8.2) 8.2, 512 x 64 73.4 (87.1) 109; of 8 heads of 64 alone,
 # 16 tokens of 1 x 16 3.5 (6.1) 7.1, 64 x 64 7.0 (10.3) 16.9, 512 x 128 53.7 (56.8) 93.2. Thousands of short sequences
 # of those pay: 4, 8 and 16 tokens of 2048 x 64 122 (105), 125 (108), 133 (117), of 1024 x 16 58, 59, 60 (52).
+# Of 17 to 64 rows in 16 bits the Hopper kernel takes most (`tuning_parts.ahead_of_decoding`); in brackets it still had
+# two consumers for them.
 FEW_ROWS = ((16, 16), (64, 2048))
 
 

@@ -8,7 +8,7 @@ Warps have roles:
   producer (1 warp)               hopper_producer.py: draws tiles, tells the consumers, copies Q, K and V by TMA, with
                                   MASK_COPIED each consumer's rows of the mask too (else they load them themselves)
   consumer (4 warps) x 1, 2 or 3  64 rows each: S = Q K^T and O += P V by wgmma; P and O, with Q_HELD Q, in registers;
-                                  where it takes a chain of parts of the keys (FOLDS) as hopper_folds.py has it
+                                  where it takes chains of parts of the keys (FOLDS) as hopper_folds.py has it
 A consumer starts S of the next key tile before it adds P V of this one, and its softmax runs under the latter.
 
 State of each row, as in attention.py: (m_i, l_i, acc), m_i in log2 units. `visited_tiles` gives the tiles with masked
@@ -32,8 +32,8 @@ Barriers (mbarrier; each side counts its own phase)
   cleaned          consumers -> consumers: V is free of what is not finite; all are done with it (never in a first pass)
   9, 10 (bar.sync) consumer -> consumer: your turn to issue products, with TURNS
 Shared memory (bytes, 16-bit dtypes): Q_SLOTS * 64 * D * 2 of Q, a consumer's O_SLOTS * 64 * O_WIDTH * 2 of O (of a
-state's acc * 4; with FOLDS_IN_ROOM a float32 acc fits), K and V STAGES * BLOCK_N * D * 2 each, the list 4 * LISTED, a
-mask STAGES * BLOCK_N * BLOCK_M elements; at most 227 KiB.
+state's acc * 4; with FOLDS_IN_ROOM a float32 acc of each chain fits), K and V STAGES * BLOCK_N * D * 2 each, the list
+4 * LISTED, a mask STAGES * BLOCK_N * BLOCK_M elements; at most 227 KiB.
 Bytes moved: Q and O once, K and V once per row tile, mostly from L2 (head by head, see `place`).
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608): roles, overlap, turns; docs/theory.md for m_i.
 """

@@ -90,9 +90,8 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
     leaves = math.prod(of_v) // o_width
     o_slots = max(slots for slots in range(1, config.o_slots + 1) if leaves % slots == 0)
     if config.folds_in_room:
-        o_slots = leaves * (
-            2 * config.chains if config.alone else 1
-        )  # what leaves does so by the room of a float32 acc
+        # What leaves does so by the room of float32 acc.
+        o_slots = leaves * (2 * config.chains if config.alone else 1)
     return HopperTile(
         WARPGROUPS=config.warpgroups,
         DEALT=config.dealt,

@@ -1,8 +1,8 @@
-"""What a consumer of the Hopper kernel does with a row tile of which its block takes a chain of parts of the keys.
+"""What a consumer of the Hopper kernel does with a row tile of which its block takes chains of parts of the keys.
 
 Each part has a state (m_i, l_i, acc) of its own, from a reference of its own; these are folded one after the other, as
 decode_merge.py folds them where each part is a task: to the same bits, so that a row has them whoever takes its parts.
-What leaves is O where there is no second chain, else the chain's state.
+What leaves is O where there are no more chains, else the chain's state.
 Loop invariant: (m_c, l_c, acc_c) is the state of the chain's parts so far; with CHAINS of two, and in the second of
 these, `before` is (m, l) of the first, whose acc stays in its room. acc_c is not used within a part: it waits in shared
 memory where registers do not hold two acc (FOLDS_IN_ROOM). What the compiler would put on the stack comes back from L2,

@@ -201,8 +201,9 @@ def attention_decode(
         A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
 
     Numerics: as `attention`, at the running maximum. A row's bits do not depend on the batch, its place in it, the
-    other rows, or whether its keys lie in pages, and where. Lengths and tables may change between replays of a CUDA
-    graph: what is captured depends on shapes alone. No gradient: a backward pass raises.
+    other rows, or whether its keys lie in pages, and where; on "tiled" they do on the room in the cache. Lengths and
+    tables may change between replays of a CUDA graph: what is captured depends on shapes alone. No gradient: a
+    backward pass raises.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.

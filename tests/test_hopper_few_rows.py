@@ -23,7 +23,7 @@ from flashattn_lite.testing.strategies import FEATURES
 from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import H200, ask_random_cases, few_rows, with_failures
 
-PROBLEMS = {"cpu": 4, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 WAYS = ("parts", "chains", "two chains")  # what a block takes
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -84,7 +84,7 @@ def test_rows_that_fail_in_either_chain(dtype, hopper_device):
     assert not both[0].isfinite().all() and both[0].isfinite().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 17, 32])
+@pytest.mark.parametrize("tokens", [3, 32])
 def test_two_chains_are_right(tokens, hopper_device):
     torch.manual_seed(tokens)
     q, k, v = (torch.randn(2, heads, n, 128, device=hopper_device).bfloat16()

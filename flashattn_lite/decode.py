@@ -1,87 +1,20 @@
-"""Decoding: attention of a few last tokens over a cache, contiguous or paged; its backends, its op, its public call."""
+"""Decoding: attention of a few last tokens over a cache, contiguous or paged; its op, its public call."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators, tiled
+from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators
 from flashattn_lite import target as targets
+from flashattn_lite.decode_backends import BACKENDS, Run
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.scalars import as_int64
-from flashattn_lite.target import Target
 
-Run = Callable[[Inputs, Tensor | None, Tensor, Tensor], None]
 Ready = tuple[AttentionProblem, Run]  # a call that was prepared, for all tensors of its metadata
-
-
-class SplitTriton:
-    """The split-KV kernels. Their module imports Triton, so it is imported when first needed."""
-
-    name = "triton"
-
-    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        if target.triton:
-            return [target.triton]
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.why_not(problem, target)
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.config_of(problem, inputs, target, table is not None)
-
-    def prepare(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-    ) -> Run:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.prepare(problem, inputs, table, out, lse, target)
-
-
-class Tiled:
-    """Plain torch on any device. Pages are gathered for one sequence at a time, so that memory stays linear."""
-
-    name = "tiled"
-
-    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        return tiled.why_not(problem)
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
-        return tiled.tile_of(problem)
-
-    def prepare(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-    ) -> Run:
-        return functools.partial(self.forward, problem)
-
-    def forward(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
-        if table is None:
-            tiled.forward(problem, inputs, out, lse)
-            return
-        assert inputs.kv_lens is not None
-        pages, page_size, count = inputs.k.shape[0], inputs.k.shape[2], table.shape[1]
-        keys = max(page_size, tiled.tile_of(problem).keys)  # whole tiles: then a page size has no say in the bits
-        for b in range(problem.batch):
-            if table.device.type == "cpu":  # only there may the host know the length
-                count = min(table.shape[1], -(-max(0, int(inputs.kv_lens[b])) // keys) * (keys // page_size))
-            entries = table[b, :count].long().clamp(0, max(0, pages - 1))
-            # [1, Hkv, keys, D]
-            k, v = (x.transpose(0, 1).index_select(1, entries).flatten(1, 2)[None] for x in (inputs.k, inputs.v))
-            one = slice(b, b + 1)
-            alone = Inputs(inputs.q[one], k, v, sinks=inputs.sinks, kv_lens=inputs.kv_lens[one])
-            tiled.forward(replace(problem, batch=1, len_k=k.shape[2]), alone, out[one], lse[one])
-
-
-BACKENDS: tuple[SplitTriton | Tiled, ...] = (SplitTriton(), Tiled())
 TENSORS = 6  # they come first in the op's arguments
 
 
@@ -100,7 +33,8 @@ def problem_of(
     problem = describe(
         inputs, causal=causal, q_start=None, window_left=left, window_right=right, scale=scale, softcap=softcap
     )
-    return inputs, problem if table is None else replace(problem, len_k=table.shape[1] * k_cache.shape[2])
+    room = problem.len_k if table is None else table.shape[1] * k_cache.shape[2]
+    return inputs, replace(problem, len_k=room, cache=True)
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:

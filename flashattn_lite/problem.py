@@ -80,6 +80,7 @@ class AttentionProblem:
     diag_lo: int
     diag_hi: int
     promised_q: int | None = None  # packed: max_seqlen_q, which no neighbour changes as it does len_q
+    cache: bool = False  # keys are in a cache: neither the room for them, len_k, nor pages may show in a row's bits
 
     @property
     def group(self) -> int:

@@ -49,7 +49,7 @@ REFUSED = {
     "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
     "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass bool(causal)."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),
-    "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'triton', 'tiled'; got 'split'."),
+    "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'hopper', 'triton', 'tiled'; got 'split'."),
     "pages": (paged(v_cache=PAGES_V[:4]), ValueError, "v_cache: must have as many pages as k_cache (5); got a tensor of "
               "shape (4, 2, 16, 6), float32, on cpu. Pass one value for each key."),
     "page sizes": (paged(v_cache=PAGES_V[:, :, :8]), ValueError, "v_cache: page size must equal k_cache's (16); got a "
@@ -85,7 +85,7 @@ def test_nothing_is_launched_for_bad_input(monkeypatch):
 
 def test_a_named_backend_never_falls_back():
     doubles = [x.double() for x in (Q, K, V)]
-    words = r"backend: 'triton' can't run this problem. By backend: triton: .*(float64|triton).*; tiled: would run"
+    words = r"backend: 'triton' can't run this problem. By backend: hopper: .*; triton: .*(float64|triton).*; tiled: would run"
     with pytest.raises(BackendError, match=words):
         fa.attention_decode(*doubles, LENS, backend="triton")
 

@@ -18,6 +18,7 @@ from flashattn_lite.reference import attention_reference
 from tests.gluon_on_torch import Sources
 from tests.gluon_on_torch.broken import BROKEN, SHOWN_BY
 from tests.gluon_on_torch.hopper import on_torch
+from tests.test_decode import pages_of
 from tests.test_hopper import take_parts
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
@@ -104,6 +105,16 @@ def in_two_chains() -> Iterator[Problem]:
             yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0])}
 
 
+def in_pages() -> Iterator[Problem]:
+    """Pages shorter and longer than a tile, no whole tiles in all; sequences of few parts in room for many, or none."""
+    for dim, page, folded in ((128, 16, False), (96, 128, True)):
+        q, k, v = (x.expand(3, -1, -1, -1).clone() for x in few_rows(dim, 4, 16, 640 + 80 * (page == 16)))
+        lens = torch.tensor([130, 0, k.shape[2]], dtype=torch.int32)
+        with pytest.MonkeyPatch.context() as patch:
+            take_parts(patch, folded=folded, few_rows=True)
+            yield dict(q=q, k=k, v=v, kv_lens=lens), {"causal": True, "page": page}
+
+
 def few_rows(dim: int, heads: int, rows: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     sizes = (heads, rows), (1, keys), (1, keys)
@@ -124,13 +135,23 @@ def masked() -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
-    "folded": folded, "in chains": in_chains, "in two chains": in_two_chains, "masked": masked,
+    "folded": folded, "in chains": in_chains, "in two chains": in_two_chains, "masked": masked, "in pages": in_pages,
 }  # fmt: skip
+
+
+def answer(tensors: dict[str, Tensor], page: int | None = None, **options: object) -> tuple[Tensor, Tensor]:
+    """By the Hopper kernel; with `page` as a cache in pages."""
+    given = {**options, "return_lse": True, "backend": "hopper"}
+    if page is None:
+        return fa.attention(**tensors, **given)
+    k_pages, v_pages, table = pages_of(tensors["k"], tensors["v"], page)
+    return fa.attention_decode(tensors["q"], k_pages, v_pages, tensors["kv_lens"], block_table=table, **given)
 
 
 def check(*kinds: str, turns: int = 1) -> None:
     for tensors, options in itertools.chain.from_iterable(PROBLEMS[kind]() for kind in kinds * turns):
-        out, lse = fa.attention(**tensors, **options, return_lse=True, backend="hopper")
+        out, lse = answer(tensors, **options)
+        options.pop("page", None)
         wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
         exact, exact_lse = attention_reference(**wide, **options, return_lse=True)
         # Four bfloat16 eps for P and O that are rounded to it; float32 for lse. What breaks is a tile or more off.

@@ -72,7 +72,7 @@ def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False, few_rows: bool = False) -> None:
     """`chains`: of two parts, of which there are more past that, not longer ones; `few_rows`: so of one consumer, two
-    chains at most.
+    chains at most, and of a cache too.
     """
     patch.setattr(tuning_parts, "HOPPER_SPLITS", ((1 << 20, 128, 256),))
     if chains or few_rows:
@@ -82,6 +82,8 @@ def take_parts(patch: pytest.MonkeyPatch, folded: bool, chains: bool = False, fe
             patch.setattr(module, "ONE_TILE_SPLIT", 128 if few_rows else tuning_parts.ONE_TILE_SPLIT)
         for module in (tuning_parts, attention_hopper_launch):
             patch.setattr(module, "FEW_PARTS", 4 if few_rows else 2)
+    if few_rows:
+        patch.setattr(tuning_parts, "CACHE_SPLIT", 128)
     patch.setattr(tuning_parts, "FOLDED", 0.0 if folded else math.inf)
     patch.setattr(calls, "_ready", {})
 

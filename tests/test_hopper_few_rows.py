@@ -136,7 +136,7 @@ def test_how_many_chains_a_block_takes(batch, heads, rows, keys, dim, parts, tak
         ((8, 8), 64, 8192, 128, torch.bfloat16, {}, True),
         ((32, 8), 16, 8192, 128, torch.bfloat16, {"window_left": 500}, False),  # so few keys are no parts
         ((32, 8), 16, 8192, 128, torch.float32, {}, False),
-        ((32, 8), 16, 8192, 128, torch.bfloat16, {"kv_lens": True}, False),
+        ((32, 8), 16, 8192, 128, torch.bfloat16, {"kv_lens": True}, True),
         ((32, 8), 16, 8192, 128, torch.bfloat16, {"mask": True}, False),
     ],
 )

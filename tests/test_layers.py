@@ -29,7 +29,7 @@ ROOMS = [
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
     "dispatch flops",
-    "calls ops softmax",
+    "calls ops softmax decode_backends",
     "api decode",
     "sdpa replace integrations testing distributed",
 ]

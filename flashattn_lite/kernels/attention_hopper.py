@@ -267,18 +267,20 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, mask_desc, out_ptr, 
     lse = (lse_ptr, (stride_lb, stride_lh))
     dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
     sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles, row_tiles)
-    # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers.
+    # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers,
+    # but for what it takes to find pages.
+    FOR_PAGES: gl.constexpr = 0 if T.PAGE == 0 else 16
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),
             (producer, (descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F, T)),
-        ], [1], [24])  # fmt: skip
+        ], [1], [24 + 2 * FOR_PAGES])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),
             (consumer, (rings, bars, talk, dst, lse, args, 1, F, T)),
             (producer, (descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F, T)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [240 - FOR_PAGES // 2, 24 + FOR_PAGES])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (rings, bars, talk, dst, lse, args, 0, F, T)),

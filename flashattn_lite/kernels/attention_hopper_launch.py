@@ -15,7 +15,7 @@ from flashattn_lite.errors import show
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.hopper_config import HopperConfig, pieces, pieces_of_v
+from flashattn_lite.kernels.hopper_config import HopperConfig, pieces, pieces_of_pages, pieces_of_v
 from flashattn_lite.kernels.hopper_shape import HopperTile
 from flashattn_lite.kernels.hopper_tasks import ROWS
 from flashattn_lite.kernels.merge_launch import Merge
@@ -82,8 +82,10 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Hopp
     return config if config.folds else dealt(problem, config, target)
 
 
-def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig) -> HopperTile:
+def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig, page: int = 0) -> HopperTile:
     of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
+    if problem.cache:
+        of_qk, of_v = pieces_of_pages(of_qk), pieces_of_pages(of_v)
     o_width = min(config.o_width, of_v[1])
     if config.split and not config.alone:
         o_width //= 2  # those of a state leave in float32, in as many bytes
@@ -96,6 +98,7 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
         WARPGROUPS=config.warpgroups,
         DEALT=config.dealt,
         BLOCK_N=config.block_n,
+        PAGE=page,
         STAGES=config.stages,
         Q_SLOTS=config.q_slots or config.warpgroups,
         HEAD_DIM_V=problem.head_dim_v,
@@ -129,7 +132,10 @@ def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig
 
 
 class Call:
-    """A problem ready to run: `call(inputs, out, lse)` fills out and lse, for all tensors of the same metadata."""
+    """A problem ready to run: `call(inputs, out, lse)` fills out and lse, for all tensors of the same metadata.
+
+    inputs.k and inputs.v are pages where there is a table.
+    """
 
     def __init__(
         self,
@@ -139,9 +145,11 @@ class Call:
         lse: Tensor,
         target: Target,
         config: HopperConfig | None = None,
+        table: Tensor | None = None,
     ) -> None:
         config = config or config_of(problem, inputs, target)
-        self.problem, self.tile = problem, tile_of(problem, inputs.mask, config)
+        page = 0 if table is None else inputs.k.shape[2]
+        self.problem, self.tile = problem, tile_of(problem, inputs.mask, config, page)
         tile, packed = self.tile, problem.features.varlen
         heads = problem.heads_kv if tile.PACK > 1 else problem.heads_q
         self.merge = merge_of(problem, inputs, tile, out, lse, target) if tile.PARTIAL else None
@@ -160,11 +168,12 @@ class Call:
         )
         rows = [ROWS.value // tile.PACK, tile.PACK]
         leaves = [*rows, tile.O_WIDTH]
+        copied_keys = min(page or tile.BLOCK_N, tile.BLOCK_N)
         copied = (of_mask(expanded_mask(problem, inputs.mask), tile),) if tile.MASK_COPIED else ()
         self.descriptors = Descriptors(
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
-            by_head(inputs.k, [tile.BLOCK_N, tile.BLOCK_D], packed),
-            by_head(inputs.v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
+            by_head(inputs.k, [copied_keys, tile.BLOCK_D], packed),
+            by_head(inputs.v, [copied_keys, tile.BLOCK_DV], packed),
             of_states(problem, out, states, leaves) if self.merge else by_group(out, tile.GROUP, leaves, packed),
             *copied,
         )
@@ -177,15 +186,21 @@ class Call:
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
 
     def arguments(
-        self, lent: list[Any], inputs: Inputs, out: Tensor, lse: Tensor, counter: Tensor | Address
+        self,
+        lent: list[Any],
+        inputs: Inputs,
+        table: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        counter: Tensor | Address,
     ) -> tuple[Any, ...]:
         """`lent`: descriptors. In parts, acc and m come in the place of out and lse."""
-        scores = self.scores or score_args(self.problem, inputs)
+        scores = self.scores or score_args(self.problem, inputs, table)
         masks = () if self.tile.MASK_COPIED else (None,)
         return (*lent, *masks, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
 
-    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        on(out.device, self._launch, inputs, out, lse)
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
+        on(out.device, self._launch, inputs, table, out, lse)
 
     def lend(self, inputs: Inputs, out: Tensor) -> list[Any]:
         """Descriptors of q, k, v, out (in parts acc) and, where it is copied, the mask."""
@@ -193,7 +208,7 @@ class Call:
             return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
         return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
 
-    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    def _launch(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
         states, follows = (lse, lse, out), None
         if self.merge:
@@ -202,7 +217,7 @@ class Call:
         elif self.uncovered:
             follows = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
         lent = self.lend(inputs, states[2])
-        self.start(self.arguments(lent, inputs, states[2], states[0], counters.next(out.device)))
+        self.start(self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device)))
         self.descriptors.take_back(lent)
         if follows:
             start, args = follows
@@ -216,14 +231,16 @@ def plan(
     lse: Tensor,
     target: Target,
     config: HopperConfig | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, kwargs) of the first launch, to look at or to compile."""
-    call = Call(problem, inputs, out, lse, target, config)
+    call = Call(problem, inputs, out, lse, target, config, table)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     if call.merge:
         lse, _, out = call.merge.states(out)
     lent = call.lend(inputs, out)
-    return call.start.kernel, call.start.grid, call.arguments(lent, inputs, out, lse, counter), call.start.options
+    arguments = call.arguments(lent, inputs, table, out, lse, counter)
+    return call.start.kernel, call.start.grid, arguments, call.start.options
 
 
 def merge_of(

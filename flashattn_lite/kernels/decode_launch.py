@@ -18,6 +18,7 @@ from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
     contiguous,
     expanded_mask,
+    in_rows,
     lse_strides,
     mask_strides,
     packing,
@@ -210,11 +211,6 @@ def seems_full(problem: AttentionProblem, inputs: Inputs) -> bool:
     Pairs of chains are for such batches (`tuning_decode.FILLED`).
     """
     return not problem.features.varlen or inputs.k.shape[0] >= FILLED * problem.batch * problem.len_k
-
-
-def in_rows(table: Tensor) -> Tensor:
-    """The table, its rows in one piece: a number a page, as small as lengths and sinks."""
-    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def plan(

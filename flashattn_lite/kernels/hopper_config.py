@@ -66,6 +66,15 @@ def pieces_of_v(head_dim_v: int) -> tuple[int, int]:
     return pieces(head_dim_v, in_three=V_IN_PIECES)
 
 
+def pieces_of_pages(of: tuple[int, int]) -> tuple[int, int]:
+    """The same columns in pieces as wide as the copy engine lays them behind one another, so that pages can lie there.
+
+    Of a cache in one piece too, which has the bits of one in pages.
+    """
+    count, columns = of
+    return count * columns // min(columns, 64), min(columns, 64)
+
+
 def widest_of(problem: AttentionProblem) -> int:
     """The larger of the head dims, as `pieces` fills them."""
     return max(math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v)))

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_lite.kernels.gluon_names import tma_load
+from flashattn_lite.kernels.gluon_names import reinterpret, tma_load
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     END,
@@ -27,6 +27,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     key_start,
     locate,
     lse_pointers,
+    may_be_empty,
     no_task,
     past_empty,
     q_slot,
@@ -47,7 +48,31 @@ def copy(desc, index, full, ring, at, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES: gl.constexpr, F: gl.constexpr,
+def pages_of(key, task, args, T: gl.constexpr):
+    """The pages of a tile of keys, from `key` of its part on; past the part's end -1, of which 0 is read."""
+    KEYS: gl.constexpr = min(T.PAGE, T.BLOCK_N)
+    entries = args.table_ptr + task.b.to(gl.int64) * args.table_stride + (task.start_k + key) // T.PAGE
+    found = ()
+    for i in gl.static_range(T.BLOCK_N // KEYS):
+        found = found + (gl.load(entries + i, mask=key + i * KEYS < task.len_k, other=-1),)
+    return found
+
+
+@gluon.jit
+def copy_pages(desc, pages, kv_head, row, full, ring, at, PIECES: gl.constexpr, T: gl.constexpr):
+    """`copy` of a tile of keys from these pages, of which the first lies `row` keys into its page."""
+    KEYS: gl.constexpr = min(T.PAGE, T.BLOCK_N)
+    COUNT: gl.constexpr = T.BLOCK_N // KEYS
+    mbarrier.expect(full, PIECES * COUNT * desc.block_type.nbytes)
+    rooms = reinterpret(ring, ring.dtype, [ring.shape[0] * COUNT, 1, 1, KEYS, ring.shape[-1]], desc.layout)
+    for i in gl.static_range(PIECES):
+        first = (at * PIECES + i) * COUNT
+        for j in gl.static_range(COUNT):
+            tma_load(desc, [pages[j], kv_head, row, i * ring.shape[-1]], full, rooms.index(first + j))
+
+
+@gluon.jit
+def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES: gl.constexpr, args, F: gl.constexpr,
               T: gl.constexpr):  # fmt: skip
     """Copies the i-th tile of keys that a row tile visits, of K or of V; the first is the ring's it-th.
 
@@ -55,11 +80,17 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES:
     """
     kv_head, _ = heads_of(task, T)
     at, _ = stage(it + i, T)
+    key = key_start(i, task, F, T)
+    if T.PAGE > 0:  # they are on their way while it waits
+        pages = pages_of(key, task, args, T)
     if empty is not None:
         room, phase = stage(it + i + LATER, T)
         mbarrier.wait(empty.index(room), phase ^ 1)
-    row = task.start_k + key_start(i, task, F, T)
-    copy(desc, [entry_of(task, F), kv_head, row], full.index(at), ring, at, PIECES)
+    row = task.start_k + key
+    if T.PAGE > 0:
+        copy_pages(desc, pages, kv_head, row % T.PAGE, full.index(at), ring, at, PIECES, T)
+    else:
+        copy(desc, [entry_of(task, F), kv_head, row], full.index(at), ring, at, PIECES)
 
 
 @gluon.jit
@@ -100,7 +131,7 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, begins
     if begins:
         copy_q(task, 0, q_desc, rings, bars, n_tile, F, T)
     for i in range(task.count):
-        copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, T.PIECES, F, T)
+        copy_tile(task, i, it, k_desc, bars.k_full, k_s, bars.k_empty, 0, T.PIECES, args, F, T)
         if T.MASK_COPIED:
             copy_masks(task, i, it, mask_desc, bars.k_full, rings[4], args, F, T)
         if i == 0:
@@ -109,18 +140,18 @@ def serve(message, task, n_message, talk, descs, rings, bars, it, n_tile, begins
                     copy_q(task, w, q_desc, rings, bars, n_tile, F, T)
             n_message = send(message, task, n_message, talk)
         elif T.APART:
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, args, F, T)
         else:  # V is given back with the K behind it, whose room was there
-            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, T.V_PIECES, F, T)
+            copy_tile(task, i - 1, it, v_desc, bars.v_full, v_s, None, 0, T.V_PIECES, args, F, T)
     asked = 0
     if counter_ptr is not None:
         asked = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
         if ends:
             asked = ask(counter_ptr)
     if T.APART:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.v_empty, 0, T.V_PIECES, args, F, T)
     else:
-        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, T.V_PIECES, F, T)
+        copy_tile(task, task.count - 1, it, v_desc, bars.v_full, v_s, bars.k_empty, 1, T.V_PIECES, args, F, T)
     return n_message, asked
 
 
@@ -140,14 +171,14 @@ def answer(asked):
 
 @gluon.jit
 def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr):
-    """The tile, or the next drawn that does not lie past the end of its packed sequence."""
-    if F.varlen:
+    """The tile, or the next drawn that does not lie past the end of its sequence."""
+    if may_be_empty(F, T):
         empty = tile < sizes.num_tiles
         while empty:
-            task = locate(tile, sizes, args, F, T)
-            empty = task.first >= task.len_q
-            if empty:  # and so are those up to the next one that is not, for every block
-                gl.atomic_max(counter_ptr, past_empty(task, sizes, F, T) - gl.num_programs(0), sem="relaxed")
+            past = past_empty(tile, sizes, args, F, T)
+            empty = past > tile
+            if empty:  # and so are those up to that one, for every block
+                gl.atomic_max(counter_ptr, past - gl.num_programs(0), sem="relaxed")
                 tile = answer(ask(counter_ptr))
                 empty = tile < sizes.num_tiles
     return tile
@@ -261,7 +292,7 @@ def producer(descs, rings, bars, talk, listed, counter_ptr, lse, sizes, args, F:
             if T.FOLDS:
                 n_message, asked, it = serve_parts(tile, n_message, talk, descs, rings, bars, it, n_tile, counter_ptr,
                                                    sizes, args, F, T)  # fmt: skip
-                tile = answer(asked)
+                tile = exists_one(answer(asked), counter_ptr, sizes, args, F, T)
             else:
                 task = locate(tile, sizes, args, F, T)
                 n_message, asked = serve(tile * 4 + FAST, task, n_message, talk, descs, rings, bars, it, n_tile, True,

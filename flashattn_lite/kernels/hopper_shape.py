@@ -15,6 +15,7 @@ class HopperTile:
     WARPGROUPS: int  # consumers
     DEALT: int  # blocks that a row tile is dealt out to: neighbouring ones visit keys as one with all their rows would
     BLOCK_N: int  # keys
+    PAGE: int  # keys of a page; 0: they lie in one piece
     STAGES: int  # of the K ring and of the V ring
     Q_SLOTS: int  # buffers of 64 rows of Q, used in turn by the consumers
     HEAD_DIM_V: int

@@ -87,7 +87,7 @@ class Span(NamedTuple):
     diag_hi: Any
     first_tile: Any  # of the keys that the sequence's rows see
     each: Any  # tiles of a part
-    past: Any  # the part behind the last that is this block's, with FOLDS
+    past: Any  # the part behind the last that is this block's; not past `part` where the sequence has none for it
 
 
 @gluon.jit
@@ -109,6 +109,15 @@ def place(tile, sizes, F: gl.constexpr):
     return b, head - b * sizes.heads, block_m
 
 
+@gluon.constexpr_function
+def may_be_empty(F, T):
+    """Whether a task may have nothing to do: its rows, or part of the keys, are past the end of a sequence.
+
+    Of such a part no state is left: the merge knows.
+    """
+    return F.varlen or (F.kv_lens and T.PARTIAL)
+
+
 @gluon.jit
 def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
     """(the row tile of a tile number, its part of the keys where that is the number's too, the first with FOLDS)."""
@@ -126,10 +135,11 @@ def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
     first_tile, each, past = b * 0, b * 0, b * 0 + 1
     if T.SPLIT > 0:
         first_tile, tiles, each = splits_of(seen_lo, seen_hi, T)
-        if T.FOLDS:
-            part *= T.CHAIN
-            last = part + T.CHAIN * T.CHAINS
-            past = gl.maximum(gl.minimum((tiles + each - 1) // each, last), part + 1)
+        OWNED: gl.constexpr = T.CHAIN if T.FOLDS else 1
+        part *= OWNED
+        past = gl.minimum((tiles + each - 1) // each, part + OWNED * T.CHAINS)
+        if not may_be_empty(F, T):
+            past = gl.maximum(past, part + 1)
     first = block_m * (ROWS * T.WARPGROUPS // T.PACK)
     return Span(b, head, first, start_q, len_q, start_k, len_k, diag_lo, diag_hi, first_tile, each, past), part
 
@@ -189,13 +199,22 @@ def no_task(number):
 
 
 @gluon.jit
-def past_empty(task, sizes, F: gl.constexpr, T: gl.constexpr):
-    """The first tile number behind the row tiles that a packed sequence is too short for; its heads are a section."""
-    rows = sizes.num_m
-    if F.right:  # they come first
+def past_empty(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
+    """The tile number if there is something to do, else the first behind it of which that may be so."""
+    span, part = span_of(tile, sizes, args, F, T)
+    if F.varlen:
         POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
-        rows -= (task.len_q + POSITIONS - 1) // POSITIONS
-    return (task.b * sizes.num_m + rows) * sizes.section
+        empty, present = span.first >= span.len_q, (span.len_q + POSITIONS - 1) // POSITIONS
+    else:
+        OWNED: gl.constexpr = T.CHAIN if T.FOLDS else 1
+        empty, present = part >= span.past, (span.past + OWNED - 1) // OWNED * sizes.row_tiles
+    # Heads of a section are a sequence's, so that theirs are neighbours; not so of the last, see `sections`.
+    section = sizes.section * sizes.num_m
+    past = sizes.num_m
+    if F.right:  # they come first
+        past -= present
+    past = tile // section * section + past * sizes.section
+    return gl.where(empty, gl.where(tile < sizes.early * sizes.num_m, past, tile + 1), tile)
 
 
 @gluon.constexpr_function

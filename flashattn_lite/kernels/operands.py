@@ -24,9 +24,12 @@ class ScoreArgs(NamedTuple):
     kv_lens_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
+    table_ptr: Any
+    table_stride: Any
 
 
-def score_args(problem: AttentionProblem, inputs: Inputs) -> ScoreArgs:
+def score_args(problem: AttentionProblem, inputs: Inputs, table: Tensor | None = None) -> ScoreArgs:
+    table = None if table is None else in_rows(table)
     mask = None if inputs.mask is None else expanded_mask(problem, inputs.mask)
     return ScoreArgs(
         scale_log2=problem.scale * LOG2E,
@@ -38,11 +41,18 @@ def score_args(problem: AttentionProblem, inputs: Inputs) -> ScoreArgs:
         kv_lens_ptr=contiguous(inputs.kv_lens),
         cu_seqlens_q_ptr=contiguous(inputs.cu_seqlens_q),
         cu_seqlens_k_ptr=contiguous(inputs.cu_seqlens_k),
+        table_ptr=table,
+        table_stride=None if table is None else table.stride(0),
     )
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()
+
+
+def in_rows(table: Tensor) -> Tensor:
+    """The table, its rows in one piece: a number a page, as small as lengths and sinks."""
+    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def packing(inputs: Inputs) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -49,6 +49,12 @@ SHORT_ROWS = 256
 # More than 64 rows of heads of 64 have two consumers, one before: 32 x 64 / 8 heads x 16 rows of 2k 95 56; 59, but 1 x
 # 4k 11.5 13.0; 13.3 (H100).
 ONE_TILE_SPLIT = 512
+# Of a cache, up to the 64 rows of one consumer: parts of 512, 256 and 128 keys; FlashAttention-3. us on an H200, 70 ms
+# warm and 40 timed, 32 / 8 heads of 128 x 16 rows: 1 x 512 11.6 10.1 9.3; 12.5, 1 x 1k 12.2 10.6 9.9; 13.1, 1 x 2k 13.1
+# 12.0 12.0; 14.7, 4 x 2k 19.0 20.7 20.7; 19.8, 8 x 512 16.4 15.7 17.2; 14.7, 8 x 1k 19.9 21.6 19.7; 20.3, 8 x 2k 29.9
+# 28.0 28.1; 29.3, 32 x 2k 69.9 70.3 70.5; 81.5, 64 x 1k 72.3 73.5 74.7; 90, 64 x 1000 keys in room for 16k 99.5 100
+# 105.6; 91, unequal lengths (benchmarks/decode_mixed.py) 16 x 4k 49.0 49.5 49.4; 59.8, 64 x 2k 87.2 88.2 88.1; 100.
+CACHE_SPLIT = 256
 # Of these, what a consumer's 64 rows hold is one consumer's. Its chains are of half of FEW_PARTS, and its blocks take
 # two, each with an acc of its own on chip, where these fill the GPU. us on an H100, 70 ms warm and 40 timed: decoding's
 # kernels; two consumers; one, in chains of eight parts; in chains of four, or two of them; FlashAttention-3.
@@ -106,27 +112,32 @@ FOLDED_IN_REGISTERS = 64
 
 def split_of(problem: AttentionProblem) -> int:
     """Keys of a part, at least; 0: a row tile takes all of its own."""
-    seen = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
+    seen: float = 0 if problem.features.varlen or problem.features.mask else problem.keys_seen
+    if problem.cache:
+        seen = math.inf
     splits = (split for rows, split, dims in HOPPER_SPLITS if problem.len_q <= rows and widest_of(problem) <= dims)
-    split = next((split for split in splits if seen >= 2 * split), 0)
-    return ONE_TILE_SPLIT if split and problem.group > 1 and problem.group * problem.len_q <= 128 else split
+    split, rows = next((split for split in splits if seen >= 2 * split), 0), problem.group * problem.len_q
+    if problem.cache and rows <= 64:
+        return CACHE_SPLIT
+    return ONE_TILE_SPLIT if split and problem.group > 1 and rows <= 128 else split
 
 
 def ahead_of_decoding(problem: AttentionProblem) -> bool:
-    """Whether the Hopper kernel's parts are faster than decoding's splits where both kernels take the rows.
+    """Whether the Hopper kernel's parts are faster than decoding's splits where both kernels take the rows."""
+    return split_of(problem) > 0 and problem.group * problem.len_q >= fewest_rows(problem)
 
-    Not so where only the GPU knows how many keys there are: a part of none is a task like others, a split of none ends
-    at once.
-    """
-    parts = split_of(problem) > 0 and problem.group * problem.len_q > FEWEST
-    return parts and widest_of(problem) > 64 and not problem.features.kv_lens
+
+def fewest_rows(problem: AttentionProblem) -> int:
+    """Of a key/value head: fewer are left to decoding's kernels."""
+    return 1 + (FEWEST if widest_of(problem) > 64 else 64)
 
 
 def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> HopperConfig:
     """The tile of parts of so many keys, at least."""
     chained = widest_of(problem) <= CHAINED
-    long = NEVER if problem.len_q > SHORT_ROWS else split * (LONG_PARTS if chained else WIDE_LONG_PARTS)
-    parts = ONE_TILE_PARTS if chained and split == ONE_TILE_SPLIT else PARTS
+    long = (ONE_TILE_SPLIT if split == CACHE_SPLIT else split) * (LONG_PARTS if chained else WIDE_LONG_PARTS)
+    long = NEVER if problem.len_q > SHORT_ROWS else long
+    parts = ONE_TILE_PARTS if chained and split in (ONE_TILE_SPLIT, CACHE_SPLIT) else PARTS
     chain = FEW_PARTS // 2 if config.warpgroups == config.blocks == 1 else FEW_PARTS
     return replace(config, split=split, long=long, parts=parts, chain=chain)
 

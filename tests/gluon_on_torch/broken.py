@@ -87,9 +87,18 @@ BROKEN = {
         "hopper_again", "        if (part % (T.CHAIN * T.CHAINS) == 0) & (second == 0):\n", "        if False:\n"),
     "a chain goes on from the one before": (
         "hopper_again", "if (part % (T.CHAIN * T.CHAINS) == 0) &", "if (part == 0) &"),
-    "chains begin at the first part": ("hopper_tasks", "            part *= T.CHAIN\n", ""),
+    "chains begin at the first part": ("hopper_tasks", "        part *= OWNED\n", ""),
     "a chain ends with all parts": (
-        "hopper_tasks", "gl.minimum((tiles + each - 1) // each, last)", "(tiles + each - 1) // each"),
+        "hopper_tasks", "gl.minimum((tiles + each - 1) // each, part + OWNED * T.CHAINS)",
+        "(tiles + each - 1) // each"),
+    "pages past the room are looked up": (
+        "hopper_producer", "mask=key + i * KEYS < task.len_k, other=-1", ""),
+    "all pages of a tile are its first": ("hopper_producer", "[pages[j], kv_head", "[pages[0], kv_head"),
+    "all pages of a tile land in one place": ("hopper_producer", "rooms.index(first + j)", "rooms.index(first)"),
+    "a page is read from its first key on": ("hopper_producer", "kv_head, row % T.PAGE,", "kv_head, row * 0,"),
+    "bytes of one page are expected for all": (
+        "hopper_producer", "PIECES * COUNT * desc.block_type.nbytes", "PIECES * desc.block_type.nbytes"),
+    "a part that a sequence has is passed over": ("hopper_tasks", "past -= present\n", "past -= present - 1\n"),
     "all chains leave the first one's state": (
         "hopper_tasks", "part_of(task, T)[0] // T.CHAIN", "part_of(task, T)[0] * 0"),
     "a chain that was done again is not written": (
@@ -142,6 +151,17 @@ SHOWN_BY = {
     "the second chain goes on from the first": "in two chains",
     "two chains wait in one room": "in two chains",
     "the first of two chains is left out": "in two chains",
+    **dict.fromkeys(
+        (
+            "pages past the room are looked up",
+            "all pages of a tile are its first",
+            "all pages of a tile land in one place",
+            "a page is read from its first key on",
+            "bytes of one page are expected for all",
+            "a part that a sequence has is passed over",
+        ),
+        "in pages",
+    ),
     "parts overlap": "in parts",
     "a redo does not wait for the first pass": "done again",
     "V is cleaned by each as if alone": "done again",

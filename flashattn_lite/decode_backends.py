@@ -1,0 +1,110 @@
+"""What runs `attention_decode`: its backends, in order of preference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from flashattn_lite import dispatch, tiled
+from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.target import Target
+
+Run = Callable[[Inputs, Tensor | None, Tensor, Tensor], None]  # (inputs, block table, out, lse)
+
+
+class Hopper:
+    """Attention's kernel for sm_90a, of more rows than decoding's are for: it copies pages by TMA, too."""
+
+    name = "hopper"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        reasons = dispatch.Hopper().why_not(problem, inputs, target)
+        if not reasons:
+            from flashattn_lite.kernels import tuning_parts
+
+            fewest, rows = tuning_parts.fewest_rows(problem), problem.group * problem.len_q
+            if rows < fewest:
+                reasons.append(
+                    f"of head dims {problem.head_dim} and {problem.head_dim_v} it is for {fewest} or more query rows "
+                    f"a key/value head; this one has {rows}"
+                )
+        return reasons
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
+        return dispatch.Hopper().tile(problem, inputs, target)
+
+    def prepare(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    ) -> Run:
+        from flashattn_lite.kernels import attention_hopper_launch
+
+        call = attention_hopper_launch.Call(problem, inputs, out, lse, target, table=table)
+        return lambda inputs, table, out, lse: call(inputs, out, lse, table)
+
+
+class SplitTriton:
+    """The split-KV kernels. Their module imports Triton, so it is imported when first needed."""
+
+    name = "triton"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        if target.triton:
+            return [target.triton]
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.why_not(problem, target)
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.config_of(problem, inputs, target, table is not None)
+
+    def prepare(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    ) -> Run:
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch.prepare(problem, inputs, table, out, lse, target)
+
+
+class Tiled:
+    """Plain torch on any device. Pages are gathered for one sequence at a time, so that memory stays linear."""
+
+    name = "tiled"
+
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        return tiled.why_not(problem)
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
+        return tiled.tile_of(problem)
+
+    def prepare(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    ) -> Run:
+        return functools.partial(self.forward, problem)
+
+    def forward(
+        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        if table is None:
+            tiled.forward(problem, inputs, out, lse)
+            return
+        assert inputs.kv_lens is not None
+        pages, page_size, count = inputs.k.shape[0], inputs.k.shape[2], table.shape[1]
+        keys = max(page_size, tiled.tile_of(problem).keys)  # whole tiles: then a page size has no say in the bits
+        for b in range(problem.batch):
+            if table.device.type == "cpu":  # only there may the host know the length
+                count = min(table.shape[1], -(-max(0, int(inputs.kv_lens[b])) // keys) * (keys // page_size))
+            entries = table[b, :count].long().clamp(0, max(0, pages - 1))
+            # [1, Hkv, keys, D]
+            k, v = (x.transpose(0, 1).index_select(1, entries).flatten(1, 2)[None] for x in (inputs.k, inputs.v))
+            one = slice(b, b + 1)
+            alone = Inputs(inputs.q[one], k, v, sinks=inputs.sinks, kv_lens=inputs.kv_lens[one])
+            tiled.forward(replace(problem, batch=1, len_k=k.shape[2]), alone, out[one], lse[one])
+
+
+BACKENDS: tuple[Hopper | SplitTriton | Tiled, ...] = (Hopper(), SplitTriton(), Tiled())

@@ -115,6 +115,15 @@ def in_pages() -> Iterator[Problem]:
             yield dict(q=q, k=k, v=v, kv_lens=lens), {"causal": True, "page": page}
 
 
+def short() -> Iterator[Problem]:
+    """Sequences that have fewer parts than there is room for, in sections of four heads, but for three and one."""
+    q, k, v = (x.expand(3, -1, -1, -1).clone() for x in few_rows(128, 4, 100, 640))
+    with pytest.MonkeyPatch.context() as patch:
+        take_parts(patch, folded=False)
+        lens = torch.tensor([640, 300, 130], dtype=torch.int32)
+        yield dict(q=q, k=k, v=v, kv_lens=lens), {"causal": True}
+
+
 def few_rows(dim: int, heads: int, rows: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     sizes = (heads, rows), (1, keys), (1, keys)
@@ -136,6 +145,7 @@ def masked() -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
     "folded": folded, "in chains": in_chains, "in two chains": in_two_chains, "masked": masked, "in pages": in_pages,
+    "short": short,
 }  # fmt: skip
 
 

@@ -209,11 +209,11 @@ def past_empty(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
         OWNED: gl.constexpr = T.CHAIN if T.FOLDS else 1
         empty, present = part >= span.past, (span.past + OWNED - 1) // OWNED * sizes.row_tiles
     # Heads of a section are a sequence's, so that theirs are neighbours; not so of the last, see `sections`.
-    section = sizes.section * sizes.num_m
+    before = tile // (sizes.section * sizes.num_m) * sizes.section
     past = sizes.num_m
     if F.right:  # they come first
         past -= present
-    past = tile // section * section + past * sizes.section
+    past = before * sizes.num_m + past * gl.minimum(sizes.section, sizes.early - before)
     return gl.where(empty, gl.where(tile < sizes.early * sizes.num_m, past, tile + 1), tile)
 
 

@@ -99,6 +99,8 @@ BROKEN = {
     "bytes of one page are expected for all": (
         "hopper_producer", "PIECES * COUNT * desc.block_type.nbytes", "PIECES * desc.block_type.nbytes"),
     "a part that a sequence has is passed over": ("hopper_tasks", "past -= present\n", "past -= present - 1\n"),
+    "the narrower section is taken for a whole one": (
+        "hopper_tasks", "past * gl.minimum(sizes.section, sizes.early - before)", "past * sizes.section"),
     "all chains leave the first one's state": (
         "hopper_tasks", "part_of(task, T)[0] // T.CHAIN", "part_of(task, T)[0] * 0"),
     "a chain that was done again is not written": (
@@ -162,6 +164,7 @@ SHOWN_BY = {
         ),
         "in pages",
     ),
+    "the narrower section is taken for a whole one": "short",
     "parts overlap": "in parts",
     "a redo does not wait for the first pass": "done again",
     "V is cleaned by each as if alone": "done again",

@@ -65,7 +65,7 @@ def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, p
         monkeypatch.setattr(decode_launch, "splits_owned", lambda *x: owned(chains, x[2]))
         monkeypatch.setattr(decode_launch, "config_of", lambda *x: replace(config_of(*x), flat=flat, columns=columns))
         monkeypatch.setattr(decode, "_ready", {})
-        return fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True)
+        return fa.attention_decode(q, k, v, lens, block_table=table, **options, return_lse=True, backend="triton")
 
     expected = run(0, True, (16, 32, 64))
     assert bool(expected[0][..., 5:].isfinite().all())
@@ -131,7 +131,7 @@ def test_sequences_go_one_of_two_ways_by_what_they_have(device, monkeypatch, row
     def run(few, long):
         monkeypatch.setattr(decode_launch, "owners_of", lambda *_: ((few, few), (long, long)))
         monkeypatch.setattr(decode, "_ready", {})
-        return fa.attention_decode(q, k, v, lens, return_lse=True)
+        return fa.attention_decode(q, k, v, lens, return_lse=True, backend="triton")
 
     chain = 2 if INTERPRETING else 4
     expected = run(1, 1)
@@ -170,7 +170,7 @@ def test_who_has_all_splits_writes_the_rows(device, monkeypatch, rows, chains, w
 
         monkeypatch.setattr(decode_launch, "splits_owned", owned)
         monkeypatch.setattr(decode, "_ready", {})
-        return fa.attention_decode(q, k, v, lens, **options)
+        return fa.attention_decode(q, k, v, lens, **options, backend="triton")
 
     merged, alone = run(1), run(0)
     assert len(merges) == (1 if rows == 1 or chains == 1 or window else 2)

@@ -121,23 +121,25 @@ def attention_decode(
             whatever lies there. Clamped to what the cache holds.
         block_table: `(B, max_pages)` int32 on q's device: key j of sequence b is row `j % page_size` of page
             `block_table[b, j // page_size]`. Entries past the length may hold anything. The others are checked on
-            the CPU; a GPU clamps them into the cache: a wrong table gives a wrong result, never an access outside.
+            the CPU; a GPU clamps them into the cache or reads 0: a wrong table gives a wrong result, never an access
+            outside.
         causal: token i sees keys up to its own position. False: all of kv_lens[b].
         window: `(left, right)`: only keys from `left` before to `right` behind that position; None is unbounded.
         scale: default `1 / sqrt(D)`.
         softcap: in units of scaled scores, greater than 0.
         sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
         return_lse: also return lse.
-        backend: "auto", or "triton", "tiled": that one runs or a `BackendError` says why not.
+        backend: "auto", or "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
 
     Returns:
         out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.
         A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
 
-    Numerics: as `attention`, at the running maximum. A row's bits do not depend on the batch, its place in it, the
-    other rows, or whether its keys lie in pages, and where; on "tiled" they do on the room in the cache. Lengths and
-    tables may change between replays of a CUDA graph: what is captured depends on shapes alone. No gradient: a
-    backward pass raises.
+    Numerics: as `attention`. A row's bits do not depend on the batch, its place in it, the other rows, or whether its
+    keys lie in pages, and where; on "tiled" they do on the room in the cache. "hopper" takes more than 16 rows (L times
+    Hq / Hkv; of head dims up to 64 more than 64) in 16 bits, if rows of all tensors lie at 16-byte addresses, and has
+    other bits than "triton". Lengths and tables may change between replays of a CUDA graph: what is captured depends
+    on shapes alone. No gradient: a backward pass raises.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.

@@ -2,6 +2,7 @@
 
 It never waits for a tile to be finished, but for the room in shared memory that its next copy needs; except after a
 sweep of LISTED tiles, when it asks whether rows failed and has those done again.
+Keys in pages come by a copy of each page that a tile lies in.
 """
 
 from __future__ import annotations

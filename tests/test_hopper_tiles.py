@@ -28,6 +28,7 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 def test_all_tiles_before_past_empty_are_empty(seed, right, monkeypatch):
     """And behind each empty one there is room to go on: no tile that holds rows is passed over."""
     monkeypatch.setattr(hopper_tasks.gl, "minimum", min)
+    monkeypatch.setattr(hopper_tasks.gl, "where", lambda condition, a, b: a if condition else b)
     rng = random.Random(seed)
     warpgroups, pack, heads = rng.choice([1, 2, 3]), rng.choice([1, 4]), rng.randint(1, 5)
     positions = ROWS.value * warpgroups // pack
@@ -39,18 +40,51 @@ def test_all_tiles_before_past_empty_are_empty(seed, right, monkeypatch):
     sizes = Record(num_m=num_m, heads=heads, all_heads=all_heads, section=section, early=early)
     F, T = Record(right=right, varlen=True), Record(WARPGROUPS=warpgroups, PACK=pack)
 
-    def beyond(tile):
-        """The sequence of a tile that lies past its end, else None."""
+    def span_of(tile, *_):
         b, _, block_m = place.fn(tile, sizes, F)
-        return b if block_m * positions >= lengths[b] else None
+        return Record(first=block_m * positions, len_q=lengths[b]), 0
 
-    empty = {tile: b for tile in range(num_m * all_heads) if (b := beyond(tile)) is not None}
+    monkeypatch.setattr(hopper_tasks, "span_of", span_of)
+    spans = [span_of(tile)[0] for tile in range(num_m * all_heads)]
+    empty = {tile for tile, span in enumerate(spans) if span.first >= span.len_q}
     assert num_m * all_heads - len(empty) == heads * sum(-(-length // positions) for length in lengths)
-    for tile, b in empty.items():
-        behind = past_empty.fn(Record(b=b, len_q=lengths[b]), sizes, F, T)
+    assert_nothing_is_passed_over(empty, num_m * all_heads, sizes, F, T)
+
+
+def assert_nothing_is_passed_over(empty, count, sizes, F, T):
+    for tile in range(count):
+        behind = past_empty.fn(tile, sizes, None, F, T)
         behind = getattr(behind, "value", behind)
-        assert behind > tile
-        assert all(between in empty for between in range(tile, min(behind, num_m * all_heads)))
+        assert (behind > tile) == (tile in empty)
+        assert all(between in empty for between in range(tile, min(behind, count)))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_part_of_a_short_sequence_is_passed_over(seed, right, monkeypatch):
+    """Sections of several heads, of which the one ahead of the last may have fewer; parts or chains of them."""
+    monkeypatch.setattr(hopper_tasks.gl, "minimum", min)
+    monkeypatch.setattr(hopper_tasks.gl, "where", lambda condition, a, b: a if condition else b)
+    rng = random.Random(seed)
+    group, heads_kv, row_tiles, chain = rng.randint(1, 8), rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 4])
+    parts = [rng.randint(0, 9) for _ in range(20)]
+    num_m, heads = -(-9 // chain) * row_tiles, group * heads_kv
+    problem = Record(features=Record(varlen=False, right=right), batch=len(parts), heads_kv=heads_kv)
+    section, early = sections(problem, heads, num_m, H200)
+    sizes = Record(num_m=num_m, heads=heads, all_heads=len(parts) * heads, section=section, early=early,
+                   row_tiles=row_tiles)  # fmt: skip
+    F, T = Record(right=right, varlen=False), Record(FOLDS=chain > 1, CHAIN=chain)
+
+    def span_of(tile, *_):
+        b, _, block_m = place.fn(tile, sizes, F)
+        part = block_m // row_tiles * chain
+        return Record(past=min(parts[b], part + chain)), part
+
+    monkeypatch.setattr(hopper_tasks, "span_of", span_of)
+    count = num_m * sizes.all_heads
+    empty = {tile for tile, (span, part) in enumerate(map(span_of, range(count))) if part >= span.past}
+    assert count - len(empty) == heads * row_tiles * sum(-(-n // chain) for n in parts)
+    assert_nothing_is_passed_over(empty, count, sizes, F, T)
 
 
 @pytest.mark.parametrize("right", [False, True])

@@ -200,7 +200,7 @@ class Call:
         return (*lent, *masks, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
-        on(out.device, self._launch, inputs, table, out, lse)
+        on(out.device, self._launch, inputs, out, lse, table)
 
     def lend(self, inputs: Inputs, out: Tensor) -> list[Any]:
         """Descriptors of q, k, v, out (in parts acc) and, where it is copied, the mask."""
@@ -208,7 +208,7 @@ class Call:
             return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
         return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
 
-    def _launch(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
         states, follows = (lse, lse, out), None
         if self.merge:

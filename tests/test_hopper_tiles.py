@@ -25,10 +25,8 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_all_tiles_before_past_empty_are_empty(seed, right, monkeypatch):
+def test_all_tiles_before_past_empty_are_empty(seed, right, on_integers, monkeypatch):
     """And behind each empty one there is room to go on: no tile that holds rows is passed over."""
-    monkeypatch.setattr(hopper_tasks.gl, "minimum", min)
-    monkeypatch.setattr(hopper_tasks.gl, "where", lambda condition, a, b: a if condition else b)
     rng = random.Random(seed)
     warpgroups, pack, heads = rng.choice([1, 2, 3]), rng.choice([1, 4]), rng.randint(1, 5)
     positions = ROWS.value * warpgroups // pack
@@ -61,10 +59,8 @@ def assert_nothing_is_passed_over(empty, count, sizes, F, T):
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_part_of_a_short_sequence_is_passed_over(seed, right, monkeypatch):
+def test_no_part_of_a_short_sequence_is_passed_over(seed, right, on_integers, monkeypatch):
     """Sections of several heads, of which the one ahead of the last may have fewer; parts or chains of them."""
-    monkeypatch.setattr(hopper_tasks.gl, "minimum", min)
-    monkeypatch.setattr(hopper_tasks.gl, "where", lambda condition, a, b: a if condition else b)
     rng = random.Random(seed)
     group, heads_kv, row_tiles, chain = rng.randint(1, 8), rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 4])
     parts = [rng.randint(0, 9) for _ in range(20)]

@@ -61,7 +61,7 @@ class SplitTriton:
     def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
         from flashattn_lite.kernels import decode_launch
 
-        return decode_launch.config_of(problem, inputs, target, table is not None)
+        return decode_launch.config_of(problem, inputs, target)
 
     def prepare(
         self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target

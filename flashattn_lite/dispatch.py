@@ -97,7 +97,7 @@ class Split:
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         from flashattn_lite.kernels import decode_launch
 
-        return decode_launch.config_of(problem, inputs, target, paged=False)
+        return decode_launch.config_of(problem, inputs, target)
 
     def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
         from flashattn_lite.kernels import decode_launch

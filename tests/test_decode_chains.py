@@ -112,7 +112,7 @@ def test_a_large_cache_that_holds_little_is_split_as_a_small_one(batch, tokens, 
     q = torch.empty(batch, 32, tokens, 128, dtype=torch.bfloat16, device="meta")
     lens = torch.empty(batch, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
-    config = decode_launch.config_of(problem, inputs, H200, False)
+    config = decode_launch.config_of(problem, inputs, H200)
     tile = decode_launch.tile_of(problem, inputs, H200, config, 0)
     found = decode_launch.owners_of(decode_launch.most_splits(problem, tile), 8 * batch, config, H200)
     assert found == owners
@@ -203,7 +203,7 @@ def test_keys_and_values_are_aligned_both_or_not_at_all(dim, dim_v):
     q, k, v = (torch.empty(1, 8, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     lens = torch.empty(1, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, v, lens, None, None, True, None, None, 0.1, None)
-    config = decode_launch.config_of(problem, inputs, H200, False)
+    config = decode_launch.config_of(problem, inputs, H200)
     assert decode_launch.tile_of(problem, inputs, H200, config, 0).ALIGN == 1
 
 

@@ -29,14 +29,12 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 STACK_LIMIT = {
     "one token, long, apart": 8,  # of a merge, by Triton 3.9
     "one token, alone with a pair of chains": 16,  # by Triton 3.9 alone
-    "paged": 32,
     "16 tokens": 96,
     "16 tokens, long": 96,
     "16 tokens, alone": 96,
     "4 tokens, few keys, alone": 32,
     "wide, few keys, alone": 8,
     "32 rows": 128,
-    "16 tokens, paged": 16,
     "everything": 32,  # by Triton 3.8 alone
     "wide": 16,
     "wide, 64 rows": 272,
@@ -54,6 +52,9 @@ PROGRAMS = {
     "padding": 4,
     "packed, one token": 4,
     "paged": 4,
+    "paged, a pair of chains": 4,
+    "4 tokens": 3,
+    "paged, 4 tokens": 3,
     "wide, 64 rows": 1,
     "wide, few keys, alone": 1,
 }  # of partial_kernel on an H200's multiprocessor, if not 2
@@ -67,7 +68,10 @@ CASES = {
     "one token, alone with a pair of chains": (8, 1, 128, 128, BF16, {"keys": 1024}),
     "one token, splits apart": (8, 1, 128, 128, BF16, {"keys": 512, "multiprocessors": 3}),
     "one token, long, apart": (8, 1, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
-    "paged": (8, 1, 128, 128, BF16, {"paged": True}),
+    "paged": (8, 1, 128, 128, BF16, {"paged": True, "multiprocessors": 9}),
+    "paged, a pair of chains": (8, 1, 128, 128, BF16, {"paged": True}),
+    "paged, 4 tokens": (8, 4, 128, 128, BF16, {"paged": True}),
+    "4 tokens": (8, 4, 128, 128, BF16, {}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
     "16 tokens, alone": (8, 16, 128, 128, BF16, {"keys": 256}),
     "16 tokens, long": (8, 16, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
@@ -102,10 +106,10 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     in_one = options.pop("packed", False)
     target = replace(GPUS[gpu][1], multiprocessors=options.pop("multiprocessors", 1))
     q = torch.empty(batch, heads, tokens, dim, dtype=dtype)
-    k, v = (torch.empty(5 if paged else batch, 2, 32 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
+    k, v = (torch.empty(5 if paged else batch, 2, 16 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
     shape = {"padding": (batch, 1, 1, keys), "bias": (1, heads, tokens, keys)}.get(options.pop("mask", ""))
     mask = None if shape is None else torch.zeros(shape, dtype=torch.bool if shape[1] == 1 else dtype)
-    table = torch.zeros(batch, 64, dtype=torch.int32) if paged else None
+    table = torch.zeros(batch, 128, dtype=torch.int32) if paged else None
     sinks = torch.zeros(heads) if options.pop("sinks", False) else None
     left, right = options.pop("window", (None, None))
     lens = torch.tensor([512, 100], dtype=torch.int32)
@@ -235,7 +239,7 @@ def test_room_for_the_splits_of_a_full_cache(tokens, keys, window, splits):
     lens = torch.empty(1, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, window, None, 0.1, None)
     target = GPUS["sm_90"][1]
-    tile = decode_launch.tile_of(problem, inputs, target, decode_launch.config_of(problem, inputs, target, False), 0)
+    tile = decode_launch.tile_of(problem, inputs, target, decode_launch.config_of(problem, inputs, target), 0)
     room = decode_launch.most_splits(problem, tile)
     assert room == splits
     seen = keys if window is None else window + tokens

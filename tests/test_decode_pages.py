@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
-
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the kernels need Triton")
-
-import triton
-import triton.language as tl
-
 import flashattn_lite as fa
-from benchmarks.offline import GPUS, compiled
-from flashattn_lite import decode
-from flashattn_lite.kernels.tuning_decode import decode_tile
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
-
-# What touches no bits: who owns splits, who merges them, when copies are asked for.
-FREE = {"num_stages", "owns_pairs", "several", "programs", "columns", "merge_registers", "registers"}
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("window", [None, 127])
-@pytest.mark.parametrize("tokens", [1, 4, 16])
-@pytest.mark.parametrize("group", [1, 4, 20, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_pages_take_a_tile_of_the_same_bits(gpu, window, tokens, group, dtype):
-    """Only where `over_keys` adds up in an order of its own may other numbers of warps share the keys."""
-    for dim in (16, 40, 64, 128, 256):
-        q, k = (torch.empty(2, heads, n, dim, dtype=dtype, device="meta") for heads, n in ((group, tokens), (1, 4096)))
-        lens = torch.empty(2, dtype=torch.int32, device="meta")
-        _, problem = decode.problem_of(q, k, k, lens, None, None, True, window, None, 0.1, None)
-        for vectorised in (True, False):
-            whole, paged = (decode_tile(problem, GPUS[gpu][1], vectorised, pages) for pages in (False, True))
-            different = {name for name, x in dataclasses.asdict(whole).items() if getattr(paged, name) != x} - FREE
-            assert different <= ({"num_warps"} if paged.paired and paged.block_m == 16 else set())
-
-
-@triton.jit
-def sum_kernel(out_ptr, x_ptr):
-    tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, 128)), 0))
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="there are no warps to meet")
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"])
-def test_four_warps_meet_as_over_keys_has_it(gpu):
-    """(0 + 2) + (1 + 3): with who is two away first, then with the neighbour."""
-    x = torch.empty(128)
-    code = compiled(gpu, (sum_kernel, (1,), (x, x), {"num_warps": 4})).asm["ptx"]
-    met = code[code.index("bar.sync") :]
-    assert re.findall(r"shfl\.sync\.bfly\.b32.*?, (\d+), \d+, -1;", met) == ["2", "1"]
 
 
 @pytest.mark.gpu

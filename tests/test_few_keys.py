@@ -21,9 +21,8 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
-def tile_of(inputs: Inputs, problem: AttentionProblem, target: Target = H200, paged: bool = False):
-    config = decode_launch.config_of(problem, inputs, target, paged)
-    return decode_launch.tile_of(problem, inputs, target, config, 16 if paged else 0)
+def tile_of(inputs: Inputs, problem: AttentionProblem, target: Target = H200):
+    return decode_launch.tile_of(problem, inputs, target, decode_launch.config_of(problem, inputs, target), 0)
 
 
 def dense(tokens, keys, dim=128, dtype=torch.bfloat16, group=4, **options):
@@ -79,8 +78,7 @@ def test_the_room_in_a_cache_does_not_say_whether_keys_are_few(window, few):
         q, k = torch.empty(1, 8, 1, 128).bfloat16(), torch.empty(1, 2, room, 128).bfloat16()
         lens, (left, right) = torch.tensor([1], dtype=torch.int32), window or (None, None)
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, right is None, left, right, 1.0, None)
-        for paged in (False, True):
-            assert (tile_of(inputs, problem, paged=paged).SPLIT > FEW_KEYS) is few
+        assert (tile_of(inputs, problem).SPLIT > FEW_KEYS) is few
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

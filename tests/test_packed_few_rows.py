@@ -180,7 +180,7 @@ def test_who_is_taken(group, most, reason):
 def test_the_tile_follows_from_the_promised_rows_alone(most, window):
     """Not from how many sequences there are, nor from how many rows or keys they have or are promised to have."""
     seen = {
-        decode_launch.config_of(problem, inputs, H100, paged=False)
+        decode_launch.config_of(problem, inputs, H100)
         for tokens, keys, most_k in [((1,), (9,), None), ((1, 1), (9, 9000), 9000), ((1,) * 90, (50,) * 90, 50)]
         for inputs, problem in [problem_of(tokens, keys, most, most_k, window_left=window)]
     }

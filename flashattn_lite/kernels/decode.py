@@ -22,17 +22,16 @@ from flashattn_lite.kernels.decode_splits import (
     no_keys,
     place_of,
     splits_of,
-    sums_by_halves,
     visible_keys,
     whole,
     write_rows,
 )
 from flashattn_lite.kernels.decode_tiles import (
-    key_rows,
     keys_there,
     load_queries,
     load_rows,
     mask_of_rows,
+    pages_of,
     query_rows,
     rows_of_head,
     seen_by,
@@ -47,25 +46,6 @@ def empty_split(KEYS: tl.constexpr, T: tl.constexpr):
     """`no_keys` with an l_i [M, KEYS] of parts that are still to be added up."""
     m_i, _, acc = no_keys(T.BLOCK_M, T.BLOCK_DV)
     return m_i, tl.full([T.BLOCK_M, KEYS], EMPTY_L, tl.float32), acc
-
-
-@triton.jit
-def over_keys(l_i, T: tl.constexpr):
-    """The sums [M] of l_i [M, KEYS].
-
-    PAIRED, where warps share the keys: the same to the bit for two of them and for four, since pages are read by more
-    than a contiguous cache. First of 8 neighbours, which are one warp's, then of every fourth of these, which are too,
-    and of the four that are left as (0 + 2) + (1 + 3): so Triton adds up what four warps have, and two have 0 + 2 and
-    1 + 3 (tests/test_decode_pages.py).
-    """
-    if not T.PAIRED or l_i.shape[1] == 1:
-        return tl.sum(l_i, 1)
-    else:
-        ROWS: tl.constexpr = l_i.shape[0]
-        EIGHTS: tl.constexpr = l_i.shape[1] // 8
-        sums = tl.sum(tl.reshape(l_i, [ROWS, EIGHTS, 8]), 2)
-        fours = sums_by_halves(tl.trans(sums), EIGHTS, min(4, EIGHTS), ROWS)
-        return tl.sum(tl.trans(fours), 1)
 
 
 @triton.jit
@@ -99,12 +79,16 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
     row_of_split = dst[1]
     left = each  # tiles of the split at hand
     splits = T.CHAIN  # of the first chain that are left
+    # Pages are looked up a tile ahead, as numbers: an address that waits for a table in the same tile has the keys
+    # wait for it, too, in stages of the pipeline that they could have.
+    next_pages = pages_of(first * T.BLOCK_N, hi, table_ptr, pages, T)
     for i in tl.range(first, last):
         start = i * T.BLOCK_N
         offs_n = start + tl.arange(0, T.BLOCK_N)
         exists, bias = keys_there(offs_n, lo, hi, mask, F, T)
-        page, row = key_rows(start, exists, table_ptr, pages, T)
-        k = load_rows(k_src, start, page, row, exists, T.HEAD_DIM, T.BLOCK_D, T)
+        tile_pages = next_pages
+        next_pages = pages_of(start + T.BLOCK_N, hi, table_ptr, pages, T)
+        k = load_rows(k_src, start, tile_pages, exists, T.HEAD_DIM, T.BLOCK_D, T)
         s = to_log2(tl.dot(q, tl.trans(k), input_precision=T.PRECISION), scale_log2, softcap, F)  # [M, N]
         if F.mask == "float":
             s, scale = add_mask(s, 1.0, bias if T.MASK_ROWS else bias[None, :], True)
@@ -116,7 +100,7 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
             l_i = l_i * alpha[:, None] + tl.sum(p, 1)[:, None]
         else:
             l_i = l_i * alpha[:, None] + p
-        v = load_rows(v_src, start, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        v = load_rows(v_src, start, tile_pages, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
         if FINITE:
             v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
@@ -124,10 +108,10 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
             left -= 1
             if left == 0:
                 if T.SEPARATE:
-                    store_state(dst[0], row_of_split, dst[2], dst[3], m_i, over_keys(l_i, T), acc, T)
+                    store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
                     row_of_split += dst[3]
                 else:
-                    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, over_keys(l_i, T), acc)
+                    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
                 m_i, l_i, acc = empty_split(KEYS, T)
                 left = each
                 splits -= 1
@@ -136,9 +120,9 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
                     m_c, l_c, acc_c = no_keys(T.BLOCK_M, T.BLOCK_DV)
     if T.SEPARATE:
         if left < each:  # the last split is shorter
-            store_state(dst[0], row_of_split, dst[2], dst[3], m_i, over_keys(l_i, T), acc, T)
+            store_state(dst[0], row_of_split, dst[2], dst[3], m_i, tl.sum(l_i, 1), acc, T)
         return m_c, l_c, acc_c
-    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, over_keys(l_i, T), acc)
+    m_c, l_c, acc_c = fold(m_c, l_c, acc_c, m_i, tl.sum(l_i, 1), acc)
     if T.OWNS_PAIR:
         m_c, l_c, acc_c = whole(m_c, l_c, acc_c)
         return fold(m_p, l_p, acc_p, m_c, l_c, acc_c)
@@ -176,8 +160,8 @@ def add_infinities(acc, v_src, table_ptr, pages, mask, first, last, lo, hi, offs
         for i in tl.range(first, last, num_stages=1):
             offs_n = i * T.BLOCK_N + tl.arange(0, T.BLOCK_N)
             exists, bias = keys_there(offs_n, lo, hi, mask, F, T)
-            page, row = key_rows(i * T.BLOCK_N, exists, table_ptr, pages, T)
-            v = load_rows(v_src, i * T.BLOCK_N, page, row, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            tile_pages = pages_of(i * T.BLOCK_N, hi, table_ptr, pages, T)
+            v = load_rows(v_src, i * T.BLOCK_N, tile_pages, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
             hit = ((v != v) | (v.to(tl.float32) == infinity)).to(v.dtype)  # [N, Dv]
             seen = seen_by(offs_m, offs_n, exists, bias, len_k, diag_lo, diag_hi, F, T)  # [M, N]
             hits = tl.dot(seen.to(v.dtype), hit, hits, input_precision=T.PRECISION)

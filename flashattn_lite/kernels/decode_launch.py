@@ -113,9 +113,9 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
     )
 
 
-def config_of(problem: AttentionProblem, inputs: Inputs, target: Target, paged: bool) -> DecodeConfig:
+def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> DecodeConfig:
     """The tile that a launch takes."""
-    return decode_tile(as_promised(problem), target, vectorised(inputs.k) and vectorised(inputs.v), paged)
+    return decode_tile(as_promised(problem), target, vectorised(inputs.k) and vectorised(inputs.v))
 
 
 class Call:
@@ -135,7 +135,7 @@ class Call:
         config: DecodeConfig | None = None,
     ) -> None:
         self.problem = problem = as_promised(problem)
-        config = config or config_of(problem, inputs, target, table is not None)
+        config = config or config_of(problem, inputs, target)
         q, k, v = inputs.q, inputs.k, inputs.v
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
         num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)

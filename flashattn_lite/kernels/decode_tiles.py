@@ -48,31 +48,50 @@ def mask_of_rows(ptr, strides, b, h, offs_h, offs_m, there, T: tl.constexpr):
 
 
 @triton.jit
-def key_rows(start, exists, table_ptr, pages, T: tl.constexpr):
-    """(page, row in it) of the keys from start on [N], 64-bit; of a contiguous cache (0, row behind row start).
-
-    A table's entry is clamped into the cache.
-    """
-    offs = tl.arange(0, T.BLOCK_N)
+def pages_of(start, hi, table_ptr, pages, T: tl.constexpr):
+    """The pages in which the keys of the tile from `start` on lie, one after the other; none of a contiguous cache."""
     if T.PAGE:
-        page = tl.load(table_ptr + (start + offs) // T.PAGE, mask=exists, other=0)
-        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), ((start + offs) % T.PAGE).to(tl.int64)
+        return entries(start, hi, table_ptr, pages, max(1, T.BLOCK_N // T.PAGE), T)
     else:
-        return tl.zeros_like(offs).to(tl.int64), offs.to(tl.int64)
+        return ()
 
 
 @triton.jit
-def load_rows(src, start, page, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
+def entries(start, hi, table_ptr, pages, COUNT: tl.constexpr, T: tl.constexpr):
+    """COUNT entries of a table from key `start` on, clamped into the cache; none is read of keys from `hi` on."""
+    entry = tl.load(table_ptr + start // T.PAGE, mask=start < hi, other=0)
+    entry = tl.minimum(tl.maximum(entry, 0), pages - 1)
+    if COUNT == 1:
+        return (entry,)
+    else:
+        return (entry,) + entries(start + T.PAGE, hi, table_ptr, pages, COUNT - 1, T)
+
+
+@triton.jit
+def page_of_each(tile_pages, T: tl.constexpr):
+    """The page of each key of a tile [N]."""
+    offs_n = tl.arange(0, T.BLOCK_N)
+    page = tile_pages[0]
+    for i in tl.static_range(1, T.BLOCK_N // T.PAGE):
+        page = tl.where(offs_n < i * T.PAGE, page, tile_pages[i])
+    return page
+
+
+@triton.jit
+def load_rows(src, start, tile_pages, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr):
     """Rows [N, BLOCK] of K or V of one head; src = (pointer, strides). What does not exist is not read, and is 0."""
-    offs_d = tl.arange(0, BLOCK)
-    # In whole units of ALIGN, so that the compiler knows that rows start where 16-byte loads may.
-    step = src[1][2] // T.ALIGN * T.ALIGN
     ptr = src[0]
-    offs = row * step
-    if T.PAGE:
-        offs += page * (src[1][0] // T.ALIGN * T.ALIGN)
-    else:  # only one number changes from tile to tile
+    offs_n, offs_d = tl.arange(0, T.BLOCK_N), tl.arange(0, BLOCK)
+    # In whole units of ALIGN, so that the compiler knows that rows start where 16-byte loads may.
+    page_step, step = src[1][0] // T.ALIGN * T.ALIGN, src[1][2] // T.ALIGN * T.ALIGN
+    if not T.PAGE:  # only one number changes from tile to tile
         ptr += tl.cast(start, tl.int64) * step
+        offs = offs_n.to(tl.int64) * step
+    elif T.PAGE >= T.BLOCK_N:  # or two
+        ptr += tile_pages[0].to(tl.int64) * page_step + (start % T.PAGE).to(tl.int64) * step
+        offs = offs_n.to(tl.int64) * step
+    else:
+        offs = page_of_each(tile_pages, T).to(tl.int64) * page_step + (offs_n % T.PAGE).to(tl.int64) * step
     ptrs = ptr + (offs[:, None] + offs_d.to(tl.int64)[None, :] * src[1][3])
     if DIM == BLOCK:
         return tl.load(ptrs, mask=exists[:, None], other=0.0)

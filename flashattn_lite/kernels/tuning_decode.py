@@ -157,18 +157,20 @@ TELLING = 4096
 FEW_ROWS = ((16, 16), (64, 2048))
 
 
-def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, paged: bool) -> DecodeConfig:
+def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool) -> DecodeConfig:
     """The tile of the decoding kernels.
 
     A function of head dims, dtype, rows a key/value head, layout and GPU, and of whether these rows see few keys.
-    `vectorised`: rows of the cache can be read 16 bytes at a time. `paged` changes nothing that shows in the bits.
+    `vectorised`: rows of the cache can be read 16 bytes at a time.
     """
     rows = padded(problem.group * problem.len_q)
     if target.interpreting:
-        # So that small tests cross borders.
-        small = DecodeConfig(min(rows, 32), 16, Splits(32, 2, 64), 4, 1, 4, chain=2, flat=False, columns=(16, 32, 16))
-        one = replace(small, splits=Splits(32, 4, 32), lanes=8, paired=True, owns_pairs=True, several=2, flat=True)
-        return one if problem.len_q == 1 else small
+        # So that small tests cross borders; of several tokens a tile has two pages of 16.
+        small = DecodeConfig(min(rows, 32), 32, Splits(32, 2, 64), 4, 1, 4, chain=2, flat=False, columns=(16, 32, 16))
+        if problem.len_q > 1:
+            return small
+        one = replace(small, block_n=16, splits=Splits(32, 4, 32), lanes=8)
+        return replace(one, paired=True, owns_pairs=True, several=2, flat=True)
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
     key_bytes = (dim + dim_v) * problem.dtype.itemsize
     block_n = max(32, min(128, 1 << (DECODE_TILE_BYTES // key_bytes).bit_length() - 1))
@@ -179,27 +181,32 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool, pag
     wide = max(dim, dim_v) > 128
     if rows == 16 and sees_few_keys(problem) and _stages(target, 3, FEW_KEYS_TILE * key_bytes) == 3:
         return DecodeConfig(rows, FEW_KEYS_TILE, FEW_KEYS_SPLITS, 8 if wide else 4, 3)
-    # A table's entries take two stages before their keys. Of heads of 256 three programs fit with three stages (H100):
+    # Of heads of 256 three programs fit with three stages (H100):
     # 64 x 512, 8 x 8k, 64 x 2k, 4 tokens 110 to 96 us, 185 to 183, 375 to 372, one 95 to 93, 183 to 180, 361 to 357.
-    most = 6 if paged else 3 if wide and rows == 16 else 4
-    stages = _stages(target, most, block_n * key_bytes)
+    stages = _stages(target, 3 if wide and rows == 16 else 4, block_n * key_bytes)
     if rows > 32 or (rows == 32 and target.kind == "cuda" and target.arch == 90):
         # wgmma's 64 rows for 32 too: 64 query and 8 key heads, four tokens, 8 x 8k 90 and 72 us. 64 x 256 floats of one
         # state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4
         tile = DecodeConfig(64, block_n, SPLITS, warps, stages, programs=8 // warps)
         return replace(tile, flat=False, columns=(128, 128, 128), merge_registers=128)
-    # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with. Pages of
-    # 16: 75.0 us with, 95.3 without.
+    # Four programs a multiprocessor, where that spills nothing. 8 x 8k, four tokens: 3344 without, 3220 with.
     if not wide and problem.len_q == 1 and not problem.features.softcap:
         one = DecodeConfig(
             rows, block_n, ONE_TOKEN_SPLITS, 4, stages, paired=True, programs=4, columns=(16, 32, 64), several=2
         )
-        if paged or rows > 16:  # of whose tiles warps share the keys in another way, so that their number would show
-            return replace(one, registers=128 if paged else 0)
+        if rows > 16:
+            return one
         # Two warps: 8 x 8k and 64 x 8k 68.5 and 492 us; four 70.0 and 503; 1 x 8k 14.3 and 14.2.
         return replace(one, num_warps=2, num_stages=_stages(target, 3, block_n * key_bytes), owns_pairs=True)
-    return DecodeConfig(rows, block_n, SPLITS, 4, stages)
+    # Registers of which three programs fit. us on an H200, 70 ms warm and 40 timed, 32 / 8 heads of 128 x 4 tokens, by
+    # the compiler's choice and by 168, in pages of 16: unequal lengths (benchmarks/decode_mixed.py) 16 x 4k 56.8 46.7,
+    # 50.0 47.6, 64 x 2k 95.1 93.7, 99.0 95.0, 8 x 8k 50.0 50.0, 59.2 53.2; full 8 x 8k 67.8 67.7, 70.9 69.3, 1 x 4k
+    # 10.6 10.4, 12.8 11.4, 64 x 4k 269 266, 288 282; heads of 64, unequal 16 x 4k 27.8 27.3, 38.6 31.2. If launches
+    # count on three, 16 x 4k 52.8, 55.4; by 128, of which four fit, 56.8, 54.6; two warps 47.8, 51.9, but 64 x 2k 98.1,
+    # 107; three stages 45.3, 48.5, but 64 x 4k 278, 286.
+    capped = rows == 16 and not wide and not problem.features.mask  # with which it was not measured
+    return DecodeConfig(rows, block_n, SPLITS, 4, stages, registers=168 if capped else 0)
 
 
 def sees_few_keys(problem: AttentionProblem) -> bool:

@@ -197,6 +197,20 @@ def test_with_a_mask_no_program_owns_a_pair(masked):
     assert call.tile.OWNS_PAIR is not masked
 
 
+@pytest.mark.parametrize(("keys", "pairs"), [(1024, True), (1025, False), (8192, False)])
+def test_programs_own_pairs_over_pages_where_nothing_is_left_to_merge(keys, pairs):
+    """Else chains, as unequal lengths want them; a cache in one piece has pairs in either case."""
+    q = torch.empty(64, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    whole = torch.empty(64, 8, keys, 128, dtype=torch.bfloat16, device="meta")
+    pages = torch.empty(999, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(64, -(-keys // 16), dtype=torch.int32, device="meta")
+    lens, out, lse = table[:, 0], torch.empty_like(q), torch.empty(64, 32, 1, device="meta")
+    for k, entries, owns in ((whole, None, True), (pages, table, pairs)):
+        inputs, problem = decode.problem_of(q, k, k, lens, entries, None, True, None, None, 0.1, None)
+        tile = decode_launch.Call(problem, inputs, entries, out, lse, H200).tile
+        assert (owns, keys <= 1024) == (tile.OWNS_PAIR, tile.ALONE)
+
+
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 36), (36, 64)])
 def test_keys_and_values_are_aligned_both_or_not_at_all(dim, dim_v):
     shapes = ((1, dim), (99, dim), (99, dim_v))

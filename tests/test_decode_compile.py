@@ -29,6 +29,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 STACK_LIMIT = {
     "one token, long, apart": 8,  # of a merge, by Triton 3.9
     "one token, alone with a pair of chains": 16,  # by Triton 3.9 alone
+    "paged, alone with a pair of chains": 16,  # the same
     "16 tokens": 96,
     "16 tokens, long": 96,
     "16 tokens, alone": 96,
@@ -52,7 +53,7 @@ PROGRAMS = {
     "padding": 4,
     "packed, one token": 4,
     "paged": 4,
-    "paged, a pair of chains": 4,
+    "paged, alone with a pair of chains": 4,
     "4 tokens": 3,
     "paged, 4 tokens": 3,
     "wide, 64 rows": 1,
@@ -68,8 +69,8 @@ CASES = {
     "one token, alone with a pair of chains": (8, 1, 128, 128, BF16, {"keys": 1024}),
     "one token, splits apart": (8, 1, 128, 128, BF16, {"keys": 512, "multiprocessors": 3}),
     "one token, long, apart": (8, 1, 128, 128, BF16, {"keys": 65536, "multiprocessors": 132}),
-    "paged": (8, 1, 128, 128, BF16, {"paged": True, "multiprocessors": 9}),
-    "paged, a pair of chains": (8, 1, 128, 128, BF16, {"paged": True}),
+    "paged": (8, 1, 128, 128, BF16, {"paged": True}),
+    "paged, alone with a pair of chains": (8, 1, 128, 128, BF16, {"paged": True, "keys": 1024}),
     "paged, 4 tokens": (8, 4, 128, 128, BF16, {"paged": True}),
     "4 tokens": (8, 4, 128, 128, BF16, {}),
     "16 tokens": (8, 16, 128, 128, BF16, {}),
@@ -109,7 +110,7 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
     k, v = (torch.empty(5 if paged else batch, 2, 16 if paged else keys, d, dtype=dtype) for d in (dim, dim_v))
     shape = {"padding": (batch, 1, 1, keys), "bias": (1, heads, tokens, keys)}.get(options.pop("mask", ""))
     mask = None if shape is None else torch.zeros(shape, dtype=torch.bool if shape[1] == 1 else dtype)
-    table = torch.zeros(batch, 128, dtype=torch.int32) if paged else None
+    table = torch.zeros(batch, keys // 16, dtype=torch.int32) if paged else None
     sinks = torch.zeros(heads) if options.pop("sinks", False) else None
     left, right = options.pop("window", (None, None))
     lens = torch.tensor([512, 100], dtype=torch.int32)

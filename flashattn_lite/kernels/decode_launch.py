@@ -143,7 +143,7 @@ class Call:
         splits = most_splits(problem, tile)
         # What is done again where rows see different keys is one state.
         several = 1 if tile.UNEQUAL else config.several
-        pairs = config.owns_pairs and not problem.features.mask and seems_full(problem, inputs)
+        pairs = may_own_pairs(problem, inputs, table, splits, config)
         owners = owners_of(splits, num_m * heads, replace(config, several=several, owns_pairs=pairs), target)
         (few_own, _), (long_own, of_a_state) = owners
         if of_a_state > tile.CHAIN:
@@ -205,11 +205,17 @@ class Call:
                 start(args)
 
 
-def seems_full(problem: AttentionProblem, inputs: Inputs) -> bool:
-    """Whether sequences may all be as long as the longest: only of packed ones the host knows how many keys there are.
+def may_own_pairs(
+    problem: AttentionProblem, inputs: Inputs, table: Tensor | None, splits: int, config: DecodeConfig
+) -> bool:
+    """Whether programs may own pairs of chains: of sequences that may all be as long as the longest (`FILLED`).
 
-    Pairs of chains are for such batches (`tuning_decode.FILLED`).
+    Of packed ones the host knows. Pages are for sequences that are not, which have pairs only as all that there can be.
     """
+    if not config.owns_pairs or problem.features.mask:
+        return False
+    if table is not None:
+        return splits <= 2 * config.chain
     return not problem.features.varlen or inputs.k.shape[0] >= FILLED * problem.batch * problem.len_k
 
 

@@ -111,7 +111,9 @@ ALIKE = 0.85  # of the splits that its programs could have, in such a wave
 # Pairs are for batches that fill their room. One token, lengths drawn from an eighth of it to all, in pairs and in
 # chains, two draws of four: 8 x 8k 73.4 71.4, 57.0 51.4, 16 x 2k 35.0 34.2, 32.2 30.1, 64 x 2k 112 106, 117 111, 32 x
 # 8k 214 203, 224 214, 64 x 8k 400 390, 421 415; all of half of it, 64 x 2k 112 100, 8 x 8k 49.3 50.2. So full caches
-# gain up to 1.6% by pairs, others lose up to 10%; only of packed sequences does the host know which they are.
+# gain up to 1.6% by pairs, others lose up to 10%; only of packed sequences does the host know which they are. In pages
+# of 16, in pairs and in chains (H200): drawn 8 x 8k 58.5 46.9, 64 x 2k 92.0 83.7, 16 x 4k 46.8 50.0, full 8 x 8k 71.1
+# 68.1, 64 x 8k 495.5 501.3; in one piece 52.5 45.5, 88.8 81.1, 45.8 47.9, 66.9 67.0, 494.2 500.1.
 FILLED = 0.9  # of the keys that packed sequences could have
 # One token: splits of 128 keys, a program each. Where more than MANY programs a multiprocessor would run at once, one
 # has two, one after the other, and each still has a state. Microseconds before, with splits of 256, and since; 8 key

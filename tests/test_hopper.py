@@ -153,6 +153,8 @@ GROWTH = {
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_far_above_the_reference(dtype, dim, growth, causal, hopper_device):
     """Rows whose first tiles say little about the others; most fail the first time in most of these."""
+    if hopper_device.type == "cpu" and (dtype == torch.bfloat16) != (dim == 256):
+        pytest.skip("slow without a GPU: a head dim has one dtype there")
     torch.manual_seed(0)
     heads, length = HEADS[hopper_device.type], LENGTH[hopper_device.type]
     q, k, v = (torch.randn(1, heads, length, dim, device=hopper_device) for _ in range(3))
@@ -189,6 +191,8 @@ def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim, hopper_devic
 @pytest.mark.parametrize("bias", [-30.0, -200.0, -1e9, -1e10, -1e30, torch.finfo(torch.float32).min])
 def test_a_bias_hides_nothing_that_v_holds_and_shows_nothing(bias, dtype, copied, hopper_device):
     """Row 3 looks at all keys through the bias, rows of the second entry at the first key, which row 5 may not see."""
+    if hopper_device.type == "cpu" and copied != (dtype == torch.bfloat16):
+        pytest.skip("slow without a GPU: a dtype has one way of copying there")
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 1, n, 64, device=hopper_device).to(dtype) for n in (20, 200, 200))
     mask = torch.zeros(2, 1, 20, 200, device=hopper_device)

@@ -31,7 +31,7 @@ from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-PROBLEMS = {"cpu": 4, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 
 def problem_of(batch, heads, length, dims, causal=False, window=(None, None), keys=None, varlen=False):

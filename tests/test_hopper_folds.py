@@ -23,7 +23,7 @@ from flashattn_lite.testing.strategies import FEATURES, cases
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
-PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 
 def few_rows(batch: int, heads: tuple[int, int], rows: int, keys: int, dim: int) -> AttentionProblem:
@@ -121,9 +121,15 @@ def with_failures(dtype: torch.dtype, device: torch.device) -> Case:
                 kv_lens=torch.tensor([1100, 933], device=device, dtype=torch.int32))  # fmt: skip
 
 
+def skip_half(dtype: torch.dtype, chains: bool, device: torch.device) -> None:
+    if device.type == "cpu" and chains != (dtype == torch.float16):
+        pytest.skip("slow without a GPU: a dtype has one kind of block there")
+
+
 @pytest.mark.parametrize("chains", [False, True], ids=["one chain", "chains"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rows_that_fail_in_some_parts(dtype, chains, hopper_device):
+    skip_half(dtype, chains, hopper_device)
     apart, folded = in_both_ways(with_failures(dtype, hopper_device), chains)
     assert_same_bits(folded, apart, "parts that one block takes", None)
     assert not folded[0].isfinite().all() and folded[0].isfinite().any()
@@ -135,6 +141,7 @@ def test_rows_that_fail_in_some_parts(dtype, chains, hopper_device):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_scores_of_which_a_part_sees_only_minus_infinity_at_first(dtype, hidden, chains, hopper_device):
     """The first tile of a part, which leaves the row with no reference, but keys behind it."""
+    skip_half(dtype, chains, hopper_device)
     case = with_failures(dtype, hopper_device)
     q, k, v = case.q.abs(), torch.randn_like(case.k), torch.randn_like(case.v)
     k[:, :, hidden, 0] = -math.inf

@@ -71,6 +71,8 @@ def layouts(device: torch.device) -> list[tuple[Tensor, int]]:
 def test_any_split_is_the_whole(
     kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
 ) -> None:  # fmt: skip
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16 and tile.cols == 16:
+        pytest.skip("slow in the interpreter, which has seen such tiles of the other dtypes")
     for x, dim in layouts(kernel_device):
         if tile.sweeps and dim == 0:  # rows side by side are not swept
             continue
@@ -102,8 +104,8 @@ def test_rows_that_lie_anywhere(kernel_device: torch.device, tile: SoftmaxTile, 
     """Over three dimensions; their elements apart, of which two are no word; apart in the result alone, and in both."""
     x = hostile(kernel_device, 208).to(dtype)
     apart = x.new_empty(10, 4 * 208)[:, ::4].copy_(x)
-    over_three = x[torch.arange(72) % 10].view(3, 4, 6, 208)[:, 1:3, :5]
-    for rows, dim in ((over_three, 3), (apart, 1), *((y[:, :, None].expand(-1, -1, 4), 1) for y in (x, apart))):
+    over_three = x[torch.arange(36) % 10].view(3, 4, 3, 208)[:, 1:3, :2]
+    for rows, dim in ((over_three, 3), (apart, 1), *((y[:, :, None].expand(-1, -1, 2), 1) for y in (x, apart))):
         assert_softmax(softmax(rows, tile, dim), rows, dim)
         if not tile.sweeps:
             m, l_i = stats(rows, tile, dim)

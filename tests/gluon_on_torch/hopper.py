@@ -21,7 +21,7 @@ SEED = int(os.environ.get("LAW_SEED", "0"))  # other turns than the suite's
 
 def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     """From here on CPU tensors are on a Hopper GPU, whose Gluon kernels run on PyTorch; each launch by other turns."""
-    from flashattn_lite.kernels import attention_hopper_launch, backward_launch, hopper_config, start
+    from flashattn_lite.kernels import attention_hopper_launch, backward_launch, hopper_config, merge_launch, start
 
     whole_row_tiles(patch)
 
@@ -39,6 +39,7 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     patch.setattr(calls, "_gradients", {})
     patch.setattr(backward_launch, "why_not", lambda *_: ["only Gluon runs on PyTorch"])
     patch.setattr(hopper_config, "V_IN_PIECES", True)  # whatever Triton's version: the more general
+    patch.setattr(merge_launch, "columns_of", lambda *_: 256)  # a row is one program's
     patch.setattr(start.Starter, "__call__", run)
     patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
     counters = attention_hopper_launch.counters

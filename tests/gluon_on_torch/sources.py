@@ -17,6 +17,7 @@ from tests.gluon_on_torch.turns import Run, here, pause
 from tests.gluon_on_torch.values import DTYPES, UINT32, Pointer, Value, value
 
 AT_ONCE = 64  # programs
+NUMBERS = (int, float)
 WARPS = 2  # of a role, for kernels that ask; more would only be slower
 
 
@@ -109,19 +110,27 @@ def jit(act: Any = None, **options: Any) -> Any:
     if act is None:
         return jit
     kinds = [str(act.__annotations__.get(name, "")) for name in act.__code__.co_varnames]
+    takes = [as_it_is if "constexpr" in kind else as_long if kind.endswith("int64") else as_value for kind in kinds]
 
     def call(*args: Any) -> Any:
-        return act(*(x if "constexpr" in kind else taken(x, kind) for x, kind in zip(args, kinds, strict=False)))
+        return act(*[take(x) for take, x in zip(takes, args, strict=False)])
 
     call.__name__ = act.__name__
     return call
 
 
-def taken(x: Any, kind: str) -> Any:
-    """An argument by its annotation, a type or nothing."""
-    if type(x) not in (int, float):
-        return x
-    return value(x).to(DTYPES["int64"]) if kind.endswith("int64") else value(x)
+def as_it_is(x: Any) -> Any:
+    return x
+
+
+def as_value(x: Any) -> Any:
+    """An argument without an annotation."""
+    return value(x) if type(x) in NUMBERS else x
+
+
+def as_long(x: Any) -> Any:
+    """One whose annotation says 64 bits."""
+    return value(x).to(DTYPES["int64"]) if type(x) in NUMBERS else x
 
 
 class constexpr:
@@ -202,7 +211,7 @@ def given(x: Any) -> Any:
     if hasattr(x, "block_shape"):
         return memory.Descriptor(x)
     if isinstance(x, tuple):
-        parts = (value(part) if type(part) in (int, float) else given(part) for part in x)
+        parts = (value(part) if type(part) in NUMBERS else given(part) for part in x)
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 

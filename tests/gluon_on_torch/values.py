@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -53,6 +54,10 @@ class Value:
     shape = property(lambda self: list(self.x.shape))
     dtype = property(lambda self: dtype_of(self.x.dtype))
 
+    def as_type(self, dtype: torch.dtype) -> Tensor:
+        x = self.x
+        return x if x.dtype == dtype else x.to(dtype)
+
     def to(self, dtype: Dtype, bitcast: bool = False) -> Value:
         if dtype is UINT32:
             return Value(self.x.to(torch.int64) & 0xFFFFFFFF)
@@ -80,11 +85,15 @@ class Scalar(Value):
 
     def __init__(self, number: int, rank: int) -> None:
         self.number, self.rank = number, rank  # rank: of its type in WHOLE
-        assert -LIMITS[rank] <= number < LIMITS[rank], f"{number} is no {WHOLE[rank]}"
+        limit = LIMITS[rank]
+        assert -limit <= number < limit, f"{number} is no {WHOLE[rank]}"
 
-    x = property(lambda self: torch.tensor(self.number, dtype=self.dtype.torch))
+    x = property(lambda self: constant(self.number, TYPES[self.rank]))
     shape = property(lambda self: [])
     dtype = property(lambda self: DTYPES[WHOLE[self.rank]])
+
+    def as_type(self, dtype: torch.dtype) -> Tensor:
+        return constant(self.number, dtype)
 
     def to(self, dtype: Dtype, bitcast: bool = False) -> Value:
         if dtype is UINT32:
@@ -108,6 +117,13 @@ class Scalar(Value):
 
 WHOLE = ("bool", "int32", "int64")
 LIMITS = (2, 1 << 31, 1 << 63)
+TYPES = tuple(DTYPES[name].torch for name in WHOLE)
+
+
+@functools.lru_cache(1 << 14)
+def constant(number: int, dtype: torch.dtype) -> Tensor:
+    """Nobody writes into it."""
+    return torch.tensor(number, dtype=dtype)
 
 
 def of_tensor(x: Tensor) -> Value:
@@ -126,23 +142,28 @@ def value(x: Any) -> Value:
     return Value(torch.tensor(x, dtype=torch.float32))
 
 
+WHOLES, KNOWN = (Scalar, int), (Value, int, float)  # a type made of types would be made anew at each question
+
+
 def whole(x: Any) -> bool:
-    return isinstance(x, Scalar | int)
+    return isinstance(x, WHOLES)
 
 
 def alike(*values: Any) -> list[Tensor]:
     """Tensors of the type in which these meet: numbers take the others' if those can hold them."""
-    known = [one.x.dtype for one in values if isinstance(one, Value)]
+    known = {TYPES[one.rank] if isinstance(one, Scalar) else one.x.dtype for one in values if isinstance(one, Value)}
     if any(isinstance(one, float) for one in values) and not any(dtype.is_floating_point for dtype in known):
-        known.append(torch.float32)
+        known.add(torch.float32)
     if not known:
         return [value(one).x for one in values]
-    if known == [torch.bool] and any(type(one) is int for one in values):
-        known = [torch.int32]
-    dtype = known[0]
-    for other in known[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return [one.x.to(dtype) if isinstance(one, Value) else torch.tensor(one, dtype=dtype) for one in values]
+    if known == {torch.bool} and any(type(one) is int for one in values):
+        known = {torch.int32}
+    dtype = functools.reduce(torch.promote_types, known)
+    return [one.as_type(dtype) if isinstance(one, Value) else of_number(one, dtype) for one in values]
+
+
+def of_number(number: int | float, dtype: torch.dtype) -> Tensor:
+    return constant(number, dtype) if isinstance(number, int) else torch.tensor(number, dtype=dtype)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -158,12 +179,12 @@ def method(on_tensors: Any, on_numbers: Any, compares: bool, swapped: bool) -> A
     """x op y, or with `swapped` y op x; pointers and what is no value have a say."""
 
     def act(self: Value, other: Any) -> Any:
-        if isinstance(self, Scalar) and isinstance(other, Scalar | int):
+        if isinstance(self, Scalar) and isinstance(other, WHOLES):
             other = value(other)
             a, b = (other.number, self.number) if swapped else (self.number, other.number)
             result, rank = on_numbers(a, b), max(self.rank, other.rank)
             return Scalar(result, 0 if compares else rank if rank or isinstance(result, bool) else 1)
-        if isinstance(other, Value | int | float):
+        if isinstance(other, KNOWN):
             return Value(on_tensors(*(alike(other, self) if swapped else alike(self, other))))
         return NotImplemented
 

@@ -53,7 +53,12 @@ def patching_once() -> Iterator[None]:
         scope = patch(function)
         if not patched:  # the launch itself, at whose end all is as it was
             restore = scope.restore
-            scope.restore = lambda: (restore(), patched.clear())
+
+            def restore_and_forget() -> None:
+                restore()
+                patched.clear()
+
+            scope.restore = restore_and_forget
         patched.add(function)
         return scope
 

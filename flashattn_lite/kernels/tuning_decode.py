@@ -132,7 +132,7 @@ TELLING = 4096
 # Where a chain has one, 32, 64, 128: 8 x 8k 66.7 67.3 67.8, 64 x 8k 502 500 503, four tokens 68.7 68.3 68.5, sixteen
 # 81.7 76.8 75.7, pages of 16, 8 x 8k 71.4 72.0 71.7. Registers, 64, 96, 128, 255: level.
 # Pairs of chains where they fill the GPU too: 64 x 8k 498 and 488, 16 x 32k 490 and 486, 64 x 2k 131.4 and 128.9, 32 x
-# 8k 249.0 and 248.2; merged by 32 columns 491, 485, 131.5, 249.5. Pages, where they spill, had 520 for 515.
+# 8k 249.0 and 248.2; merged by 32 columns 491, 485, 131.5, 249.5.
 # A chain as one loop and as one of a loop a split: 8 x 8k 67.8 68.5, 64 x 8k 503 504, 1 x 32k 36.0 37.0, four tokens
 # 68.5 69.3, pages 71.7 74.5; sixteen tokens, on wgmma, 87.0 75.7.
 # What `attention` gives to these kernels: (rows a key/value head up to which, keys from which). Microseconds on an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import flashattn_lite
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, check, check_packed, matches_oracle
 from flashattn_lite.testing.locality import batch_slot_is_irrelevant, head_slot_is_irrelevant
+from flashattn_lite.testing.tensors import move
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter takes about a millisecond for each tile and operation, so it gets small problems.
@@ -62,6 +64,20 @@ def test_lengths_around_large_tiles(length: int, device: torch.device) -> None:
         for options in ({}, {"causal": True}, {"window": (33, 2)}):
             q, k, v = draw(1, 2, 33 if INTERPRETING else length, 16), draw(1, 1, length, 16), draw(1, 1, length, 16)
             matches_oracle(attention, Case(q, k, v, **options, note=f"{backend}, {length} keys"))
+
+
+@NAMED
+def test_infinities_past_kv_lens(law: Any, device: torch.device) -> None:
+    """Scores of -inf and an out of NaN to a row that saw them: a law that lets it see them says so of no attention."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator).half() for n in (3, 5, 5))
+    q[:, :, 0] = -1
+    lens = torch.tensor([0], dtype=torch.int32)
+    for length in (1, 0):
+        k[:, :, length:], v[:, :, length:] = math.inf, math.inf
+        for backend in backends(device):
+            attention = functools.partial(flashattn_lite.attention, backend=backend)
+            law(attention, move(Case(q, k, v, kv_lens=lens + length, note=backend), device))
 
 
 @pytest.mark.gpu

@@ -64,14 +64,19 @@ def merge_of_any_split_is_the_whole(attention: Attention, case: Case) -> None:
 
 @needs("lse", "q_start")
 def merge_of_cut_keys_is_the_whole(attention: Attention, case: Case) -> None:
-    """The same with the keys cut in two tensors: the second's queries start earlier by the length of the first."""
-    len_q, len_k = case.q.shape[2], case.k.shape[2]
+    """The same with the keys cut in two tensors: the second's queries start earlier by the length of the first.
+
+    kv_lens stay: behind them lie numbers that may hide a row's scores, and a part without weight counts as unseen.
+    """
+    len_q, len_k, lens = case.q.shape[2], case.k.shape[2], case.kv_lens
     q_start = len_k - len_q if case.q_start is None else case.q_start
-    case = case.replace(kv_lens=None, q_start=q_start)
+    case = case.replace(q_start=q_start)
     cut = case.integer(0, len_k)
-    first = run(attention, case.keys(slice(0, cut)))
-    second = run(attention, case.keys(slice(cut, len_k)).replace(q_start=q_start - cut, sinks=None))
-    _agree(merge_attention([first, second]), run(attention, case), case, merged=True)
+    first, second = case.keys(slice(0, cut)), case.keys(slice(cut, len_k)).replace(q_start=q_start - cut, sinks=None)
+    if lens is not None:  # a length below 0 stays so
+        first, second = first.replace(kv_lens=lens.clamp(max=cut)), second.replace(kv_lens=lens.clamp(min=cut) - cut)
+    merged = merge_attention([run(attention, first), run(attention, second)])
+    _agree(merged, run(attention, case), case, merged=True)
 
 
 @needs("mask")

@@ -14,8 +14,10 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 import flashattn_lite as fa
 from flashattn_lite import target as targets
+from flashattn_lite.kernels import tuning_parts
 from flashattn_lite.reference import attention_reference
-from tests.gluon_on_torch import Sources
+from flashattn_lite.testing.results import assert_same_bits
+from tests.gluon_on_torch import Sources, hopper
 from tests.gluon_on_torch.broken import BROKEN, SHOWN_BY
 from tests.gluon_on_torch.hopper import on_torch
 from tests.test_decode import pages_of
@@ -73,12 +75,15 @@ def in_parts() -> Iterator[Problem]:
 
 
 def folded() -> Iterator[Problem]:
-    """Enough row tiles that a block takes all parts of each; some rows fail in the second, some by what V holds too."""
+    """A block takes all parts of a row tile, of two tiles each; some rows fail in the second, some by what V holds."""
     for dim in (128, 64):
-        q, k, v = few_rows(dim, 4, 100, 2100)
-        k[:, :, 1500] *= 60
-        v[:, 0, 1100, 3], v[:, 0, 2050, 5] = math.inf, math.nan
-        yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0, 5.0])}
+        q, k, v = few_rows(dim, 4, 100, 700)
+        k[:, :, 450] *= 60
+        v[:, 0, 300, 3], v[:, 0, 650, 5] = math.inf, math.nan
+        with pytest.MonkeyPatch.context() as patch:
+            take_parts(patch, folded=True)
+            patch.setattr(tuning_parts, "HOPPER_SPLITS", ((1 << 20, 256, 256),))
+            yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0, 5.0])}
 
 
 def in_chains() -> Iterator[Problem]:
@@ -178,6 +183,20 @@ def test_sweeps_of_two_tiles_follow_one_another(monkeypatch):
     """As more tiles than are listed do, 512 of a block; some have rows to do again between two sweeps."""
     on_torch(monkeypatch, Sources(("hopper_tasks", "LISTED = gl.constexpr(512)", "LISTED = gl.constexpr(2)")))
     check("done again", "in parts", "folded", "in chains", "in two chains")
+
+
+def test_merges_of_many_rows_that_run_as_one_have_the_bits_of_each(monkeypatch):
+    """Of sequences that have few parts, many, or none, with sinks, and V that is not finite."""
+    on_torch(monkeypatch)
+    take_parts(monkeypatch, folded=False)
+    q, k, v = (x.expand(3, -1, -1, -1).clone() for x in few_rows(64, 2, 9, 640))
+    v[:, 0, 100, 3] = math.inf
+    lens, results = torch.tensor([640, 130, 0], dtype=torch.int32), []
+    for each in (hopper.rows_of, lambda *_: 1):
+        monkeypatch.setattr(hopper, "rows_of", each)
+        options = {"causal": True, "sinks": torch.tensor([1.0, -2.0])}
+        results.append(answer(dict(q=q, k=k, v=v, kv_lens=lens), **options))
+    assert_same_bits(*results, "a row that is merged alone", None)
 
 
 @pytest.mark.parametrize("wrong", BROKEN)

@@ -19,7 +19,8 @@ from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from tests.gluon_on_torch.hopper import unchanged
-from tests.gluon_on_torch.values import FUNCTIONS, Pointer, value
+from tests.gluon_on_torch.pointers import Pointer
+from tests.gluon_on_torch.values import FUNCTIONS, value
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
 H200 = Target("cuda", 90, "sm_90", multiprocessors=132)

@@ -13,7 +13,7 @@ from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
 
 LENGTHS = {  # one long among many short and empty ones
-    "cpu": [64, 0, 1, 330, 63, 0, 0, 3, 17, 17, 65],
+    "cpu": [64, 0, 1, 200, 63, 0, 0, 3, 17, 65],
     "cuda": [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192],
 }
 OPTIONS = {"max_seqlen_q": 700, "max_seqlen_k": 700, "backend": "hopper", "return_lse": True}

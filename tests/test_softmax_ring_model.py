@@ -19,8 +19,8 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch
 from flashattn_lite.kernels.tuning_softmax import RingTile
 from tests.gluon_on_torch import RUBBISH, Sources, launch
+from tests.gluon_on_torch.pointers import Pointer, store
 from tests.gluon_on_torch.sources import WARPS, language
-from tests.gluon_on_torch.values import Pointer, store
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
 
@@ -142,12 +142,16 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", BROKEN.values(), ids=BROKEN)
-def test_one_thing_wrong_is_found(edit: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+# Problems before these do not show it.
+FIRST = {"sums are not turned": 5, "parts of the launch before are taken": 4, "half of a part is taken": 6}
+
+
+@pytest.mark.parametrize("wrong", BROKEN)
+def test_one_thing_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_all() -> None:
-        for seed in range(30):
+        for seed in range(FIRST.get(wrong, 0), 30):
             check(seed, sources, monkeypatch)
 
-    sources = Sources(edit)
+    sources = Sources(BROKEN[wrong])
     with pytest.raises(AssertionError):
         check_all()

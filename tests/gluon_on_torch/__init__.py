@@ -8,12 +8,14 @@ that is being filled, holds RUBBISH. When nobody can go on, the run ends with wh
 
 An error is: a product used before it was waited for; an address outside of a tensor; shared memory that a thread wrote
 and asynchronous hardware reads with no fence between; an arrival too many; a copy still under way at a program's end.
+The merge's programs, which wait for nobody, run many as one, by `torch.vmap` (`launch_as_one`).
 Not shown: layouts (Triton checks those when it compiles), warps within a role, registers, speed, the GPU's last bits.
 
 | file | what of it |
 | --- | --- |
 | turns.py | who goes on, until all have come to their end |
-| values.py | tensors in registers, pointers, and what Triton's language computes |
+| values.py | tensors in registers, and what Triton's language computes with them |
+| pointers.py | pointers to global memory |
 | memory.py | shared memory, barriers, and the hardware that copies and multiplies |
 | sources.py | the modules to import, a kernel read again, its launch |
 """

@@ -120,16 +120,18 @@ BROKEN = {
 }  # fmt: skip
 
 
-# The problems that show what the others never would.
+# The problems that show what the others never would, or late.
 SHOWN_BY = {
     "V that a consumer passes over is not waited for": "passed over",
+    "K is given back too early": "passed over",
+    "V is never given back": "passed over",
+    "one piece's bytes are expected for all": "in two chains",
     "messages do not wait for room": "far ahead",
     **dict.fromkeys(
         (
             "K of the next part is read before it lands",
             "V at the end of a part is read before it lands",
             "scores of the next part are used before they are there",
-            "a part is folded where O leaves",
             "parts that fail are not noticed",
             "a part that fails is folded all the same",
             "a part is folded twice",
@@ -141,6 +143,7 @@ SHOWN_BY = {
     ),
     **dict.fromkeys(
         (
+            "a part is folded where O leaves",
             "a chain goes on from the one before",
             "chains begin at the first part",
             "a chain ends with all parts",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from flashattn_lite import calls
 from flashattn_lite import target as targets
 from flashattn_lite.target import Target
-from tests.gluon_on_torch.sources import Sources, launch
+from tests.gluon_on_torch.sources import Sources, launch, launch_as_one
 
 MULTIPROCESSORS = 2
 SEED = int(os.environ.get("LAW_SEED", "0"))  # other turns than the suite's
@@ -31,7 +33,10 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     def run(starter: start.Starter, args: tuple[object, ...]) -> None:
         kernel = starter.kernel.fn
         again = getattr(sources.load(kernel.__module__), kernel.__name__)
-        launch(again, starter.grid[0], args, next(seeds))
+        if kernel.__name__ == "merge_kernel":
+            launch_as_one(again, starter.grid[0], rows_of(args, kernel), args)
+        else:
+            launch(again, starter.grid[0], args, next(seeds))
 
     hopper = Target("cuda", 90, "sm_90 on PyTorch", multiprocessors=MULTIPROCESSORS)
     patch.setattr(targets, "of", lambda device: hopper)
@@ -52,6 +57,12 @@ def whole_row_tiles(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(attention_hopper_launch, "dealt", lambda problem, config, target: config)
     patch.setattr(calls, "_ready", {})
+
+
+def rows_of(args: tuple[object, ...], kernel: Any) -> int:
+    """A merge's, of a sequence and key/value head: a row is one program's."""
+    named = dict(zip(inspect.signature(kernel).parameters, args, strict=True))
+    return named["T"].GROUP * named["most_q"]
 
 
 @functools.cache

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gluon_on_torch.pointers import Pointer, load
 from tests.gluon_on_torch.turns import Role, here, pause
-from tests.gluon_on_torch.values import NO_LAYOUT, RUBBISH, Dtype, Pointer, Value, dtype_of, load
+from tests.gluon_on_torch.values import NO_LAYOUT, RUBBISH, Dtype, Value, dtype_of
 
 
 class Shared:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gluon_on_torch import memory, values
+from tests.gluon_on_torch import memory, pointers, values
+from tests.gluon_on_torch.pointers import Pointer
 from tests.gluon_on_torch.turns import Run, here, pause
-from tests.gluon_on_torch.values import DTYPES, UINT32, Pointer, Value, value
+from tests.gluon_on_torch.values import DTYPES, UINT32, Value, value
 
 AT_ONCE = 64  # programs
 NUMBERS = (int, float)
@@ -81,7 +82,7 @@ def store_words(text: str, args: list[Any], dtype: Any) -> None:
     ptr, *words = args
     for i in in_any_order():
         pause()
-        values.store(ptr + i, words[i])
+        pointers.store(ptr + i, words[i])
 
 
 def load_words(text: str, args: list[Pointer], dtype: Any) -> list[Any]:
@@ -89,7 +90,7 @@ def load_words(text: str, args: list[Pointer], dtype: Any) -> list[Any]:
     words: list[Any] = [None, None]
     for i in in_any_order():
         pause()
-        words[i] = values.load(ptr + i)
+        words[i] = pointers.load(ptr + i)
     return words
 
 
@@ -154,12 +155,12 @@ hopper = Record(mbarrier=mbarrier, tma=tma, warpgroup_mma=memory.warpgroup_mma,
                 warpgroup_mma_wait=memory.warpgroup_mma_wait, fence_async_shared=memory.fence_async_shared)  # fmt: skip
 async_copy = Record(async_load=memory.async_load, commit_group=memory.commit_group, wait_group=memory.wait_group)
 language = Record(
-    **DTYPES, **dict.fromkeys(LAYOUTS, nothing), **values.FUNCTIONS, uint32=UINT32, constexpr=constexpr,
-    static_range=range, static_assert=nothing, pointer_type=lambda dtype: dtype, PropagateNan=Record(ALL=None),
-    inline_asm_elementwise=asm, num_warps=lambda: WARPS, program_id=lambda axis: value(here.role.program.number),
-    num_programs=lambda axis: value(here.role.program.count), thread_barrier=pause, warp_specialize=warp_specialize,
-    allocate_shared_memory=memory.allocate_shared_memory, extra=Record(cuda=Record(gdc_wait=nothing)),
-    shared_memory_descriptor=Record(reinterpret=memory.reinterpret),
+    **DTYPES, **dict.fromkeys(LAYOUTS, nothing), **values.FUNCTIONS, **pointers.FUNCTIONS, uint32=UINT32,
+    constexpr=constexpr, static_range=range, static_assert=nothing, pointer_type=lambda dtype: dtype,
+    PropagateNan=Record(ALL=None), inline_asm_elementwise=asm, num_warps=lambda: WARPS,
+    program_id=lambda axis: value(here.role.program.number), num_programs=lambda axis: value(here.role.program.count),
+    thread_barrier=pause, warp_specialize=warp_specialize, allocate_shared_memory=memory.allocate_shared_memory,
+    extra=Record(cuda=Record(gdc_wait=nothing)), shared_memory_descriptor=Record(reinterpret=memory.reinterpret),
     nvidia=Record(hopper=hopper, ampere=Record(async_copy=async_copy)),
 )  # fmt: skip
 gluon = Record(jit=jit, constexpr_function=lambda act: act, language=language)
@@ -214,6 +215,20 @@ def given(x: Any) -> Any:
         parts = (value(part) if type(part) in NUMBERS else given(part) for part in x)
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
+
+
+def launch_as_one(kernel: Any, count: int, each: int, args: tuple[Any, ...]) -> None:
+    """The same of programs that wait for nobody, `each` of them in one run: as far as they choose, all alike."""
+    args = tuple(map(given, args))
+
+    def act(number: Tensor) -> Tensor:
+        here.role = Record(program=Record(number=values.of_tensor(number), count=count))
+        kernel(*args)
+        return number
+
+    for first in range(0, count, each):
+        with torch.no_grad():
+            torch.vmap(act)(torch.arange(first, first + each, dtype=torch.int32))
 
 
 def launch(kernel: Any, count: int, args: tuple[Any, ...], seed: int, at_once: int = AT_ONCE) -> None:

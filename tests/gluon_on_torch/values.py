@@ -1,4 +1,4 @@
-"""Tensors in registers, pointers to global memory, and what Triton's language computes with them."""
+"""Tensors in registers, and what Triton's language computes with them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from tests.gluon_on_torch.turns import pause
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 RUBBISH = 7  # of any type: no NaN or infinity, which kernels mend
 NO_LAYOUT = Record(layout=None)
@@ -56,7 +55,7 @@ class Value:
 
     def as_type(self, dtype: torch.dtype) -> Tensor:
         x = self.x
-        return x if x.dtype == dtype else x.to(dtype)
+        return x if x.dtype is dtype else x.to(dtype)
 
     def to(self, dtype: Dtype, bitcast: bool = False) -> Value:
         if dtype is UINT32:
@@ -115,22 +114,30 @@ class Scalar(Value):
     __hash__ = Value.__hash__
 
 
+def of_all(x: Tensor) -> Tensor:
+    """What torch.vmap shows one program of, of all of them: along a first dimension."""
+    if not is_batchedtensor(x):
+        return x
+    return get_unwrapped(x).movedim(maybe_get_bdim(x), 0)
+
+
 WHOLE = ("bool", "int32", "int64")
 LIMITS = (2, 1 << 31, 1 << 63)
 TYPES = tuple(DTYPES[name].torch for name in WHOLE)
 
 
 @functools.lru_cache(1 << 14)
-def constant(number: int, dtype: torch.dtype) -> Tensor:
+def constant(number: int | float, dtype: torch.dtype) -> Tensor:
     """Nobody writes into it."""
     return torch.tensor(number, dtype=dtype)
 
 
 def of_tensor(x: Tensor) -> Value:
-    """A tensor or a scalar."""
-    if x.ndim == 0 and dtype_of(x.dtype).name in WHOLE:
-        return Scalar(x.item(), WHOLE.index(dtype_of(x.dtype).name))
-    return Value(x)
+    """A tensor or a scalar; of programs that run as one (`of_all`) what all have alike."""
+    if x.ndim or x.dtype not in TYPES:
+        return Value(x)
+    numbers = of_all(x).view(-1)
+    return Scalar(numbers[0].item(), TYPES.index(x.dtype)) if (numbers == numbers[0]).all() else Value(x)
 
 
 def value(x: Any) -> Value:
@@ -138,8 +145,13 @@ def value(x: Any) -> Value:
     if isinstance(x, Value):
         return x
     if isinstance(x, int):
-        return Scalar(x, 0 if isinstance(x, bool) else 1 if -LIMITS[1] <= x < LIMITS[1] else 2)
-    return Value(torch.tensor(x, dtype=torch.float32))
+        return Scalar(x, rank_of(x))
+    return Value(of_number(x, torch.float32))
+
+
+def rank_of(number: int) -> int:
+    """Of the type that a number has by itself."""
+    return 0 if isinstance(number, bool) else 1 if -LIMITS[1] <= number < LIMITS[1] else 2
 
 
 WHOLES, KNOWN = (Scalar, int), (Value, int, float)  # a type made of types would be made anew at each question
@@ -151,19 +163,25 @@ def whole(x: Any) -> bool:
 
 def alike(*values: Any) -> list[Tensor]:
     """Tensors of the type in which these meet: numbers take the others' if those can hold them."""
-    known = {TYPES[one.rank] if isinstance(one, Scalar) else one.x.dtype for one in values if isinstance(one, Value)}
-    if any(isinstance(one, float) for one in values) and not any(dtype.is_floating_point for dtype in known):
-        known.add(torch.float32)
-    if not known:
+    dtype, of_floats = None, False
+    for one in values:
+        if isinstance(one, Value):
+            own = TYPES[one.rank] if type(one) is Scalar else one.x.dtype
+            dtype = own if dtype is None or dtype is own else torch.promote_types(dtype, own)
+        elif type(one) is float:
+            of_floats = True
+    if of_floats and (dtype is None or not dtype.is_floating_point):
+        dtype = torch.float32
+    if dtype is None:
         return [value(one).x for one in values]
-    if known == {torch.bool} and any(type(one) is int for one in values):
-        known = {torch.int32}
-    dtype = functools.reduce(torch.promote_types, known)
+    if dtype is torch.bool and any(type(one) is int for one in values):
+        dtype = torch.int32
     return [one.as_type(dtype) if isinstance(one, Value) else of_number(one, dtype) for one in values]
 
 
 def of_number(number: int | float, dtype: torch.dtype) -> Tensor:
-    return constant(number, dtype) if isinstance(number, int) else torch.tensor(number, dtype=dtype)
+    known = isinstance(number, int) or (number != 0 and number == number)  # 0.0 and -0.0 are one key, NaN is none
+    return constant(number, dtype) if known else torch.tensor(number, dtype=dtype)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -179,13 +197,15 @@ def method(on_tensors: Any, on_numbers: Any, compares: bool, swapped: bool) -> A
     """x op y, or with `swapped` y op x; pointers and what is no value have a say."""
 
     def act(self: Value, other: Any) -> Any:
+        kind = type(other)
+        if kind is Value and type(self) is Value and self.x.dtype is other.x.dtype:  # most are; the rest costs time
+            return of_tensor(on_tensors(other.x, self.x) if swapped else on_tensors(self.x, other.x))
         if isinstance(self, Scalar) and isinstance(other, WHOLES):
-            other = value(other)
-            a, b = (other.number, self.number) if swapped else (self.number, other.number)
-            result, rank = on_numbers(a, b), max(self.rank, other.rank)
-            return Scalar(result, 0 if compares else rank if rank or isinstance(result, bool) else 1)
+            number, rank = (other.number, other.rank) if kind is Scalar else (other, rank_of(other))
+            result = on_numbers(number, self.number) if swapped else on_numbers(self.number, number)
+            return Scalar(result, 0 if compares else max(self.rank, rank) or (0 if isinstance(result, bool) else 1))
         if isinstance(other, KNOWN):
-            return Value(on_tensors(*(alike(other, self) if swapped else alike(self, other))))
+            return of_tensor(on_tensors(*(alike(other, self) if swapped else alike(self, other))))
         return NotImplemented
 
     return act
@@ -203,82 +223,6 @@ for name, on_tensors, on_numbers in (
     setattr(Value, f"__{name}__", method(on_tensors, on_numbers, compares, swapped=False))
     if not compares:
         setattr(Value, f"__r{name}__", method(on_tensors, on_numbers, compares, swapped=True))
-
-
-class Pointer:
-    """Places in a tensor's memory, counted in its elements."""
-
-    vector = 1  # neighbours along the last dimension that are loaded or stored together, as the kernel has promised
-
-    def __init__(self, memory: Tensor, at: Tensor) -> None:
-        self.memory, self.at = memory, at
-        self.dtype = Record(element_ty=dtype_of(memory.dtype))
-
-    @staticmethod
-    def to_tensor(x: Tensor) -> Pointer:
-        x = x.detach()
-        return Pointer(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()), torch.tensor(x.storage_offset()))
-
-    def to(self, dtype: Dtype) -> Pointer:
-        """To words of another size."""
-        size, other = self.memory.itemsize, dtype.torch.itemsize
-        whole = self.memory.numel() * size // other * other // size
-        return Pointer(self.memory[:whole].view(dtype.torch), divide(self.at * size, torch.tensor(other)))
-
-    def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.memory, self.at + value(more).x)
-
-    def __sub__(self, less: Any) -> Pointer:
-        return Pointer(self.memory, self.at - value(less).x)
-
-    def __getitem__(self, at: Any) -> Pointer:
-        return Pointer(self.memory, self.at[at])
-
-    def vectors(self, counts: list[int]) -> Pointer:
-        """`max_contiguous`: so many neighbours lie side by side."""
-        runs = self.at.unflatten(-1, (-1, counts[-1]))
-        assert (runs - runs[..., :1] == torch.arange(counts[-1])).all(), "these are no neighbours"
-        self.vector = counts[-1]
-        return self
-
-    def multiple_of(self, counts: int | list[int]) -> Pointer:
-        """So many bytes divide the addresses; of a list's last, those at which vectors of as many begin."""
-        size, count = self.memory.itemsize, counts[-1] if isinstance(counts, list) else counts
-        first = self.at[..., :: max(1, count // size)] if isinstance(counts, list) else self.at
-        assert (first * size % count == 0).all(), "a vector is not aligned"
-        return self
-
-    def wanted(self, *others: Any) -> tuple[Tensor, ...]:
-        """Places, mask and values, all of one shape; what is wanted lies in the tensor's memory."""
-        at, mask, *values = torch.broadcast_tensors(self.at, *(value(other).x for other in others))
-        inside = (at >= 0) & (at < self.memory.numel())
-        assert (inside | ~mask).all(), "outside of the tensor's memory"
-        if self.vector > 1:
-            runs = mask.unflatten(-1, (-1, self.vector))
-            assert (runs == runs[..., :1]).all(), "a vector is read whole or not at all"
-        return torch.where(inside, at, 0), mask, *values
-
-
-def load(ptr: Pointer, mask: Any = True, other: Any = RUBBISH, eviction_policy: str = "") -> Value:
-    at, mask, other = ptr.wanted(mask, other)
-    return of_tensor(torch.where(mask, ptr.memory[at], other.to(ptr.memory.dtype)))
-
-
-def store(ptr: Pointer, values: Any, mask: Any = True) -> None:
-    at, mask, values = ptr.wanted(mask, values)
-    ptr.memory[at[mask]] = values[mask].to(ptr.memory.dtype)
-
-
-def atomic(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Value]:
-    def act(ptr: Pointer, values: Any, mask: Any = True, sem: str = "") -> Value:
-        pause()
-        at, mask, values = ptr.wanted(mask, values)
-        assert mask.sum() == 1, "one thread asks"
-        old = torch.where(mask, ptr.memory[at], RUBBISH)
-        ptr.memory[at[mask]] = change(ptr.memory[at[mask]], values[mask].to(ptr.memory.dtype))
-        return Value(old)
-
-    return act
 
 
 def largest(x: Value, axis: int) -> Value:
@@ -351,8 +295,7 @@ def interleave(a: Value, b: Value) -> Value:
 FUNCTIONS: dict[str, Any] = dict(
     arange=lambda start, end, layout=None: Value(torch.arange(int(start), int(end), dtype=torch.int32)),
     full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype), zeros_like=elementwise(torch.zeros_like),
-    load=load, store=store, cast=lambda x, dtype: value(x).to(dtype), atomic_add=atomic(torch.add),
-    atomic_max=atomic(torch.maximum), max=largest, sum=total, where=where, fma=fma, clamp=clamp, reduce=reduce,
+    cast=lambda x, dtype: value(x).to(dtype), max=largest, sum=total, where=where, fma=fma, clamp=clamp, reduce=reduce,
     maximum=either(torch.fmax, max), minimum=either(torch.fmin, min), abs=elementwise(torch.abs),
     exp2=rounded(torch.exp2), log2=rounded(torch.log2), rsqrt=elementwise(torch.rsqrt),
     ceil=elementwise(torch.ceil), gather=gather,
@@ -360,5 +303,4 @@ FUNCTIONS: dict[str, Any] = dict(
     reshape=lambda x, shape: Value(x.x.reshape(shape)),
     permute=lambda x, order: Value(x.x.permute(order)), split=lambda x: tuple(map(Value, x.x.unbind(-1))),
     interleave=interleave, convert_layout=lambda x, layout, assert_trivial=False: x,
-    multiple_of=lambda ptr, counts: ptr.multiple_of(counts), max_contiguous=lambda ptr, counts: ptr.vectors(counts),
 )  # fmt: skip

@@ -68,7 +68,7 @@ def test_lengths_around_large_tiles(length: int, device: torch.device) -> None:
 
 @NAMED
 def test_infinities_past_kv_lens(law: Any, device: torch.device) -> None:
-    """Scores of -inf and an out of NaN to a row that saw them: a law that lets it see them says so of no attention."""
+    """A row that saw them would have scores of -inf and an out of NaN: no law may let it see them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 16, generator=generator).half() for n in (3, 5, 5))
     q[:, :, 0] = -1

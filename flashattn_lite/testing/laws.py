@@ -66,14 +66,14 @@ def merge_of_any_split_is_the_whole(attention: Attention, case: Case) -> None:
 def merge_of_cut_keys_is_the_whole(attention: Attention, case: Case) -> None:
     """The same with the keys cut in two tensors: the second's queries start earlier by the length of the first.
 
-    kv_lens stay: behind them lie numbers that may hide a row's scores, and a part without weight counts as unseen.
+    kv_lens stay: what lies behind them may give a row scores of -inf, and then a part of lse -inf counts as none.
     """
     len_q, len_k, lens = case.q.shape[2], case.k.shape[2], case.kv_lens
     q_start = len_k - len_q if case.q_start is None else case.q_start
     case = case.replace(q_start=q_start)
     cut = case.integer(0, len_k)
     first, second = case.keys(slice(0, cut)), case.keys(slice(cut, len_k)).replace(q_start=q_start - cut, sinks=None)
-    if lens is not None:  # a length below 0 stays so
+    if lens is not None:
         first, second = first.replace(kv_lens=lens.clamp(max=cut)), second.replace(kv_lens=lens.clamp(min=cut) - cut)
     merged = merge_attention([run(attention, first), run(attention, second)])
     _agree(merged, run(attention, case), case, merged=True)

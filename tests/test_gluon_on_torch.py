@@ -17,7 +17,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import tuning_parts
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
-from tests.gluon_on_torch import Sources, hopper
+from tests.gluon_on_torch import Sources, hopper, launch
 from tests.gluon_on_torch.broken import BROKEN, SHOWN_BY
 from tests.gluon_on_torch.hopper import on_torch
 from tests.test_decode import pages_of
@@ -192,8 +192,8 @@ def test_merges_of_many_rows_that_run_as_one_have_the_bits_of_each(monkeypatch):
     q, k, v = (x.expand(3, -1, -1, -1).clone() for x in few_rows(64, 2, 9, 640))
     v[:, 0, 100, 3] = math.inf
     lens, results = torch.tensor([640, 130, 0], dtype=torch.int32), []
-    for each in (hopper.rows_of, lambda *_: 1):
-        monkeypatch.setattr(hopper, "rows_of", each)
+    for run in (hopper.launch_as_one, lambda kernel, count, each, args: launch(kernel, count, args, seed=0)):
+        monkeypatch.setattr(hopper, "launch_as_one", run)
         options = {"causal": True, "sinks": torch.tensor([1.0, -2.0])}
         results.append(answer(dict(q=q, k=k, v=v, kv_lens=lens), **options))
     assert_same_bits(*results, "a row that is merged alone", None)

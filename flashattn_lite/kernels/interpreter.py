@@ -73,7 +73,7 @@ def patching_once() -> Iterator[None]:
 def unchecked() -> Iterator[None]:
     """Integers are not asked whether they overflow: without `debug` Triton drops the answer.
 
-    It took two fifths of the time of decoding (3.6 to 3.9).
+    It took two fifths of the time of a test of decoding (3.9; 3.6 does the same).
     """
     from triton.runtime.interpreter import interpreter_builder
 

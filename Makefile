@@ -10,21 +10,25 @@ RUN := $(VENV)/bin/python
 # A worker a core. What one test compiles, the others find in Triton's cache.
 PYTEST_FLAGS ?= -n auto --dist worksteal
 PYTEST := $(RUN) -m pytest $(PYTEST_FLAGS)
+QUICK := -m 'gpu or not exhaustive'
 # The public face once more, where Triton can't be imported; what lies below it is the same code as in the first run.
-TORCH_ONLY := tests/test_import.py $(wildcard $(addprefix tests/,test_attention.py test_calls.py test_decode.py test_decode_errors.py test_errors.py test_flops.py test_ops.py test_sdpa.py test_softmax.py))
+TORCH_ONLY := tests/test_import.py $(wildcard $(addprefix tests/,test_attention.py test_calls.py test_decode.py test_decode_errors.py test_errors.py test_sdpa.py test_softmax.py))
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 setup: $(VENV)/setup.stamp  ## make the virtual environment and install into it
 
 demo: setup  ## train a small GPT, swap the attention, compare, measure memory (under three minutes)
 	$(RUN) -m demo
 
-test: setup  ## the whole suite: CPU (and GPU where there is one), Triton's interpreter, and torch alone
-	$(PYTEST)
+test: setup  ## the suite: CPU (and GPU where there is one), Triton's interpreter, and torch alone
+	$(PYTEST) $(QUICK)
 	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST); else echo 'no Triton: no interpreter run'; fi
 	$(PYTEST) --without-triton $(TORCH_ONLY)
+
+test-exhaustive: setup  ## what test leaves out: kernels compiled in more tiles; for who changes one (on two cores ten minutes)
+	$(PYTEST) -m exhaustive
 
 lint: $(VENV)/lint.stamp  ## ruff (lint and format), mypy, and the test that holds the layers
 	$(RUN) -m ruff check .
@@ -51,4 +55,4 @@ $(VENV)/lint.stamp: $(VENV)/setup.stamp
 	$(RUN) -m pip install -e '.[lint]'
 	touch $@
 
-.PHONY: help setup demo test lint bench-memory clean
+.PHONY: help setup demo test test-exhaustive lint bench-memory clean

@@ -10,6 +10,7 @@ from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_problem, compiled, usage
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch, tuning
+from tests.exhaustive import also, quick
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -54,10 +55,10 @@ def kernels(gpu: str, case: str):
 
 @pytest.mark.parametrize(
     ("gpu", "case"),
-    [("sm_90", case) for case in CASES]
-    + [("sm_80", "everything"), ("sm_100", "256"), ("gfx942", "256"),
-       ("gfx942", "bias, 256")],
-)  # fmt: skip
+    quick([("sm_90", case) for case in CASES], [("sm_90", case) for case in ("64", "everything", "bias")])
+    + [("sm_80", "everything"), ("sm_100", "64"), ("gfx942", "256")]
+    + [also("sm_100", "256"), also("gfx942", "bias, 256")],
+)
 def test_it_compiles_and_fits(gpu, case):
     launches = kernels(gpu, case)
     both = max(CASES[case][:2]) <= 128  # dK and dV in one launch

@@ -19,6 +19,7 @@ from flashattn_lite.kernels import attention_hopper_launch  # noqa: E402
 from flashattn_lite.kernels.hopper_config import HopperConfig  # noqa: E402
 from flashattn_lite.kernels.tuning_dealt import one_consumer  # noqa: E402
 from flashattn_lite.problem import Inputs  # noqa: E402
+from tests.exhaustive import also, quick  # noqa: E402
 from tests.test_hopper import take_parts  # noqa: E402
 from tests.test_hopper_folds import H200, few_rows  # noqa: E402
 
@@ -73,9 +74,16 @@ DEALT = {
 } | {"80, dealt out": (80, 80, torch.bfloat16, {}), "64, 577, dealt out": (64, 64, torch.bfloat16, {"rows": 577})}
 OTHERS = {"72": (72, 72, torch.bfloat16, {})}
 CHAINED = {f"{case}, in chains": (*CASES[case][:3], CASES[case][3] | {"rows": 600}) for case in ("64", "128 causal")}
+# Each way through the kernel once, and the widest heads.
+QUICK = ("64", "128 causal", "256", "everything", "mask, 128", "mask for all rows, 64", "packed sequences",
+         "64, in parts", "128 causal, folded", "64, in chains", "80, dealt out")  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS)
+def quick_of(cases):
+    return quick(cases, [case for case in cases if case in QUICK])
+
+
+@pytest.mark.parametrize("case", quick_of(CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS))
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS)[case]
     if case in DEALT:
@@ -96,26 +104,22 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     assert not mistakes(kernel)
 
 
-FEW_ROWS = {  # (batch, rows, keys, head dim) of 32 query and 8 key heads: (parts folded, chains that a block takes)
-    (1, 16, 4096, 128): (False, 1),
-    (8, 16, 8192, 128): (True, 1),
-    (16, 16, 4096, 128): (True, 2),
-}
-
-
-@pytest.mark.parametrize("sizes", FEW_ROWS, ids=str)
-def test_the_tiles_of_one_consumer(sizes):
-    batch, rows, keys, dim = sizes
+# (batch, keys) of 16 rows of 32 query and 8 key heads of 128: parts folded, by blocks that take so many chains.
+@pytest.mark.parametrize(
+    ("batch", "keys", "folds", "chains"), [also(1, 4096, False, 1), also(8, 8192, True, 1), (16, 4096, True, 2)]
+)
+def test_the_tiles_of_one_consumer(batch, keys, folds, chains):
+    rows, dim = 16, 128
     q, k = (torch.empty(batch, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((32, rows), (8, keys)))
     problem, out, lse = few_rows(batch, (32, 8), rows, keys, dim), torch.empty_like(q), torch.empty(q.shape[:-1])
     kernel = compiled("sm_90", plan := attention_hopper_launch.plan(problem, Inputs(q, k, k), out, lse, H200))
     tile = plan[2][-1]
-    assert (1, *FEW_ROWS[sizes]) == (tile.WARPGROUPS, tile.FOLDS, tile.CHAINS)
+    assert (1, folds, chains) == (tile.WARPGROUPS, tile.FOLDS, tile.CHAINS)
     assert usage(kernel).stack <= 48
     assert not mistakes(kernel)
 
 
-@pytest.mark.parametrize("case", FOLDED | CHAINED)
+@pytest.mark.parametrize("case", quick_of(FOLDED | CHAINED))
 def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
     """What does not fit in registers moves between two parts, or where keys are taken with care."""
     take_parts(monkeypatch, True, case in CHAINED)
@@ -149,7 +153,7 @@ def plan_of(case, **changes):
     [
         ("packed sequences", {}),
         ("128 causal", {}),
-        ("64", {"config": HopperConfig(3, 64, 4, carried="kv", q_held=True)}),
+        also("64", {"config": HopperConfig(3, 64, 4, carried="kv", q_held=True)}),
     ],
 )
 def test_q_is_given_back_when_a_product_has_used_it(case, changes):
@@ -180,10 +184,10 @@ def test_descriptors_are_made_where_they_are_used():
     ("dtype", "options", "loops"),
     [
         (torch.bfloat16, {}, 1),
-        (torch.bfloat16, {"kv_lens": True}, 1),
+        also(torch.bfloat16, {"kv_lens": True}, 1),
         (torch.float16, {}, 2),
-        (torch.bfloat16, {"causal": True}, 2),
-        (torch.bfloat16, {"mask": "bool"}, 1),
+        also(torch.bfloat16, {"causal": True}, 2),
+        also(torch.bfloat16, {"mask": "bool"}, 1),
     ],
 )
 def test_no_loop_that_is_never_entered(dtype, options, loops):
@@ -197,10 +201,10 @@ def test_no_loop_that_is_never_entered(dtype, options, loops):
     ("mask", "rows", "wanted", "others"),
     [
         ("bool", 64, "ld.global.b32", ["ld.global.b8", "ld.global.b16"]),
-        ("bool", 66, "ld.global.b16", ["ld.global.b8"]),
-        ("float", 64, "ld.global.v4.b32", ["ld.global.v2.b32"]),
-        ("float", 66, "ld.global.v2.b32", ["ld.global.b16"]),
-        ("half", 65, "ld.global.b16", ["ld.global.v2.b32"]),
+        also("bool", 66, "ld.global.b16", ["ld.global.b8"]),
+        also("float", 64, "ld.global.v4.b32", ["ld.global.v2.b32"]),
+        also("float", 66, "ld.global.v2.b32", ["ld.global.b16"]),
+        also("half", 65, "ld.global.b16", ["ld.global.v2.b32"]),
     ],
 )
 def test_a_mask_comes_four_or_two_keys_at_a_time_where_its_rows_allow_it(mask, rows, wanted, others, monkeypatch):
@@ -228,7 +232,7 @@ def test_the_next_row_tile_is_asked_for_late_and_without_waiting(case):
     assert sorted(copies) == ([0, 0, 1] if packed else [1])  # past what a packed sequence does not have: at once
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_of(CASES))
 def test_every_barrier_is_in_use(case):
     """The memory of one that no consumer and no producer knows would serve for sums, and be written by the hardware."""
     code = compiled("sm_90", plan_of(case)).asm["ttgir"]

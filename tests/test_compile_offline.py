@@ -17,6 +17,7 @@ from benchmarks.offline import GPUS, Usage, attention_plan, attention_problem, c
 from flashattn_lite import target as targets  # noqa: E402
 from flashattn_lite.kernels import attention_launch, tuning, uncovered  # noqa: E402
 from flashattn_lite.target import Target  # noqa: E402
+from tests.exhaustive import also, quick  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -46,7 +47,10 @@ def test_what_fills_uncovered_rows_compiles(gpu):
 
 @pytest.mark.parametrize(
     ("gpu", "case"),
-    [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in ("causal", "everything", "packed")],
+    quick(
+        [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in ("causal", "everything", "packed")],
+        [(gpu, "everything") for gpu in GPUS] + [("sm_90", case) for case in ("causal", "packed", "float32")],
+    ),
 )
 def test_attention_compiles(gpu, case):
     head_dim, head_dim_v, dtype, options = CASES[case]
@@ -65,7 +69,8 @@ STACK_LIMIT = 320
 
 @pytest.mark.parametrize(
     ("head_dim", "causal", "rows"),
-    [(64, False, 64), (64, True, 64), (128, False, 64), (128, True, 64), (128, False, 16384), (256, True, 64)],
+    [(64, True, 64), (128, True, 64), (256, True, 64)]
+    + [also(64, False, 64), also(128, False, 64), also(128, False, 16384)],
 )
 def test_attention_does_not_spill_on_hopper(head_dim, causal, rows):
     plan = attention_plan(
@@ -76,7 +81,8 @@ def test_attention_does_not_spill_on_hopper(head_dim, causal, rows):
 
 @pytest.mark.parametrize(
     ("gpu", "head_dim", "limit"),
-    [("sm_80", 64, 200), ("sm_80", 128, 1400), ("sm_90", 64, 160), ("sm_90", 128, 440), ("sm_90", 256, 1300)],
+    [("sm_80", 64, 200), ("sm_90", 64, 160)]
+    + [also("sm_80", 128, 1400), also("sm_90", 128, 440), also("sm_90", 256, 1300)],
 )
 def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
     """In parts of bfloat16, with less on the stack than FMA instructions leave there (3.3 KiB at head dim 128)."""
@@ -87,7 +93,7 @@ def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
     assert kernel.metadata.shared <= {"sm_80": 163, "sm_90": 227}[gpu] << 10
 
 
-@pytest.mark.parametrize("dim", [(33, 8), (139, 7)], ids=str)
+@pytest.mark.parametrize("dim", [(33, 8), also((139, 7))], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_rows_that_are_not_aligned_stay_off_wgmma(dim, dtype):
     """Their operands lie at one place each, and take more registers than there are."""
@@ -95,7 +101,7 @@ def test_rows_that_are_not_aligned_stay_off_wgmma(dim, dtype):
     assert "wgmma" not in kernel.asm["ptx"] and "mma.sync" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("dim", [(64, 8), (128, 16)], ids=str)
+@pytest.mark.parametrize("dim", [(64, 8), also((128, 16))], ids=str)
 def test_narrow_values_of_float32_have_the_swizzle_of_wide_keys(dim, monkeypatch):
     """Else ptxas of Triton 3.6 gives descriptors that the PTX does not have (benchmarks/mistakes.py)."""
     plan = functools.partial(attention_plan, attention_launch.plan, "sm_90", *dim, torch.float32, causal=True)
@@ -125,12 +131,12 @@ def test_tiles_of_wgmma_are_pipelined(dim):
 @pytest.mark.parametrize(
     ("gpu", "head_dim", "dtype", "rows", "mask"),
     [
-        ("sm_90", 128, torch.float32, 64, "float"),
-        ("sm_90", 128, torch.bfloat16, 4096, "float"),
+        also("sm_90", 128, torch.float32, 64, "float"),
+        also("sm_90", 128, torch.bfloat16, 4096, "float"),
         ("sm_90", 128, torch.bfloat16, 4096, "bool"),
         ("sm_89", 64, torch.bfloat16, 64, "float"),
-        ("sm_89", 128, torch.float32, 64, ""),
-        ("sm_89", 128, torch.float32, 64, "float"),
+        also("sm_89", 128, torch.float32, 64, ""),
+        also("sm_89", 128, torch.float32, 64, "float"),
         ("gfx942", 256, torch.float32, 64, "bool"),
     ],
 )

@@ -13,10 +13,15 @@ from benchmarks.offline import GPUS, compiled, usage
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch
 from flashattn_lite.kernels.tuning_softmax import ring_tile
+from tests.exhaustive import quick
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
 DTYPES = [torch.bfloat16, torch.float32]
+COPIES = quick(  # where shared memory is filled by copies of 16 bytes
+    [(gpu, dtype) for gpu in GPUS if gpu != "gfx942" for dtype in (torch.float16, *DTYPES)],
+    [("sm_80", torch.bfloat16), ("sm_90", torch.bfloat16), ("sm_90", torch.float32), ("sm_100", torch.float16)],
+)
 # name: (shape, dim). Each way through the kernels.
 CASES = {
     "short rows": ((64, 1000), 1),
@@ -63,8 +68,7 @@ def test_softmax_compiles(gpu, case, op):
     assert names == (expected[case] if op == "softmax" else ["ring_kernel" if ring else "stats_kernel"])
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu != "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES])
+@pytest.mark.parametrize(("gpu", "dtype"), COPIES)
 @pytest.mark.parametrize("case", ["rows of 32768", "split rows", "split rows, not full"])
 def test_a_ring_is_filled_by_copies_of_16_bytes(gpu, case, dtype):
     (kernel,) = kernels(gpu, case, "softmax", dtype)
@@ -80,8 +84,7 @@ def test_a_ring_is_filled_by_copies_of_16_bytes(gpu, case, dtype):
     assert usage(kernel).blocks(gpu) >= tile.programs
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu != "gfx942"])
-@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES])
+@pytest.mark.parametrize(("gpu", "dtype"), COPIES)
 @pytest.mark.parametrize("case", [case for case in CASES if "between" in case])
 def test_rows_between_addresses_move_16_bytes_at_a_time_too(gpu, case, dtype):
     (kernel,) = kernels(gpu, case, "softmax", dtype)

@@ -19,6 +19,7 @@ from flashattn_lite.kernels import decode_launch  # noqa: E402
 from flashattn_lite.kernels.decode_splits import DecodeTile  # noqa: E402
 from flashattn_lite.kernels.tuning import power_of_two  # noqa: E402
 from flashattn_lite.problem import Inputs  # noqa: E402
+from tests.exhaustive import quick  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -61,6 +62,9 @@ PROGRAMS = {
 }  # of partial_kernel on an H200's multiprocessor, if not 2
 # The others on sm_90 alone.
 EVERYWHERE = ("one token", "one token, a pair of chains", "paged, few keys, alone", "everything", "wide")
+# Each way through the kernels once.
+QUICK = ("one token", "one token, a pair of chains", "one token, long, apart", "paged, alone with a pair of chains",
+         "4 tokens", "16 tokens", "everything", "wide, 64 rows", "bias", "packed, few keys, alone")  # fmt: skip
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {"multiprocessors": 9}),
@@ -135,7 +139,10 @@ def tile_of(launches: tuple) -> DecodeTile:
 
 @pytest.mark.parametrize(
     ("gpu", "case"),
-    [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in EVERYWHERE],
+    quick(
+        [(gpu, case) for gpu in GPUS for case in CASES if gpu == "sm_90" or case in EVERYWHERE],
+        [(gpu, case) for gpu in GPUS for case in (QUICK if gpu == "sm_90" else ("one token", "everything"))],
+    ),
 )
 def test_decode_compiles(gpu, case):
     launches = plans(gpu, *CASES[case])

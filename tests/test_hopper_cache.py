@@ -18,6 +18,7 @@ from flashattn_lite import decode, decode_backends
 from flashattn_lite.kernels import attention_hopper_launch, tuning_parts
 from flashattn_lite.testing import DECODE_LAWS, Case, assert_close_to_oracle, check_decode
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import also
 from tests.test_decode import cache, int32, pages_of
 from tests.test_hopper import HALVES, PROBLEMS, SEED, hopper, take_parts
 from tests.test_hopper_folds import H200
@@ -46,7 +47,7 @@ def test_law(law: Any, hopper_device: torch.device) -> None:
         (128, torch.bfloat16, 4, {}),
         (96, torch.float16, 4, {"window": (400, 0), "softcap": 20.0}),
         (256, torch.bfloat16, 4, {}),
-        (64, torch.float16, 8, {"window": (400, 0)}),
+        also(64, torch.float16, 8, {"window": (400, 0)}),
     ],
     ids=str,
 )
@@ -128,7 +129,7 @@ def test_why_not_says_for_how_many_rows_it_is(hopper_device):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the same without TRITON_INTERPRET=1")
-@pytest.mark.parametrize(("batch", "heads", "page"), [(1, 32, 16), (16, 32, 16), (8, 64, 0)])
+@pytest.mark.parametrize(("batch", "heads", "page"), [also(1, 32, 16), (16, 32, 16), also(8, 64, 0)])
 def test_registers_hold_what_finds_pages(batch, heads, page):
     """Parts as tasks; two chains that one block takes; chains of dealt row tiles."""
     q = torch.empty(batch, heads, 16, 128, dtype=torch.bfloat16)

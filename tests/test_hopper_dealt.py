@@ -25,6 +25,7 @@ from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
+from tests.exhaustive import also
 from tests.gluon_on_torch.hopper import on_torch
 from tests.gluon_on_torch.sources import Sources
 from tests.test_hopper import HALVES, hopper, take_parts
@@ -206,7 +207,7 @@ def test_rows_that_fail_in_parts(hopper_device):
     assert not whole[0].isfinite().all() and whole[0].isfinite().any()
 
 
-@pytest.mark.parametrize("dim", [72, 80])
+@pytest.mark.parametrize("dim", [also(72), 80])
 def test_two_consumers_for_three(dim, hopper_device):
     case = with_failures(200, dim, torch.bfloat16, hopper_device)
     assert_same_bits(*in_both_ways(case, ("whole", "two for three")), "two consumers", None)

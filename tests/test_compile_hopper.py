@@ -56,7 +56,7 @@ CASES = {
 # whole tiles has at most a few loads of them, at the speeds of docs/performance.md.
 STACK_LIMIT = 208
 LOADS_LIMIT = 248  # a mask that no TMA can copy is loaded by the threads, a tile ahead, into registers
-SECOND_ACC_LIMIT = 440  # where parts are folded; see test_folding_keeps_the_fast_loop_out_of_memory
+SECOND_ACC_LIMIT = 440  # where parts are folded; but see assert_the_fast_loop_stays_out_of_memory
 
 
 IN_PARTS = {
@@ -79,11 +79,7 @@ QUICK = ("64", "128 causal", "256", "everything", "mask, 128", "mask for all row
          "64, in parts", "128 causal, folded", "64, in chains", "80, dealt out")  # fmt: skip
 
 
-def quick_of(cases):
-    return quick(cases, [case for case in cases if case in QUICK])
-
-
-@pytest.mark.parametrize("case", quick_of(CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS))
+@pytest.mark.parametrize("case", quick(CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS, QUICK))
 def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     head_dim, head_dim_v, dtype, options = (CASES | IN_PARTS | FOLDED | CHAINED | DEALT | OTHERS)[case]
     if case in DEALT:
@@ -102,6 +98,34 @@ def test_it_compiles_and_keeps_its_registers(case, monkeypatch):
     limit = LOADS_LIMIT if "by loads" in case else SECOND_ACC_LIMIT if case in FOLDED | CHAINED else STACK_LIMIT
     assert usage(kernel).stack <= limit
     assert not mistakes(kernel)
+    assert not barriers_in_no_use(kernel)
+    if case in FOLDED | CHAINED:
+        assert_the_fast_loop_stays_out_of_memory(kernel, plan[2][-1].WARPGROUPS)
+
+
+def barriers_in_no_use(kernel):
+    """The memory of one that no consumer and no producer knows would serve for sums, and be written by the hardware."""
+    code = kernel.asm["ttgir"]
+    # The first consumer is part of the function; the others, and the producer, are given what they know.
+    first = re.search(r"ttg\.warp_specialize\(.*? partition0\(", code, re.DOTALL)[0]
+    known = set(re.findall(r"%\w+", first))
+    barriers = re.findall(r"(%\w+) = ttg\.local_alloc[^\n]*memdesc<\d+x1xi64", code)
+    assert len(barriers) >= 9
+    places = {name: re.findall(rf"(%\w+) = ttg\.memdesc_index {re.escape(name)}\[", code) for name in barriers}
+    return [name for name in barriers if not {name, *places[name]} & known]
+
+
+def assert_the_fast_loop_stays_out_of_memory(kernel, consumers):
+    """What does not fit in registers moves between two parts, or where keys are taken with care."""
+    steps = []
+    for blocks, followers in map(flow, functions(disassembled(kernel))):
+        for last, nexts in enumerate(followers):
+            for first in nexts:
+                step = [line.operation for block in blocks[first : last + 1] for line in block]
+                products = sum("GMMA" in operation for operation in step)
+                steps += [step] if first <= last and products and len(step) < 400 else []
+    assert len(steps) == consumers
+    assert not any(operation.startswith(("LDL", "STL")) for step in steps for operation in step)
 
 
 # (batch, keys) of 16 rows of 32 query and 8 key heads of 128: parts folded, by blocks that take so many chains.
@@ -117,23 +141,6 @@ def test_the_tiles_of_one_consumer(batch, keys, folds, chains):
     assert (1, folds, chains) == (tile.WARPGROUPS, tile.FOLDS, tile.CHAINS)
     assert usage(kernel).stack <= 48
     assert not mistakes(kernel)
-
-
-@pytest.mark.parametrize("case", quick_of(FOLDED | CHAINED))
-def test_folding_keeps_the_fast_loop_out_of_memory(case, monkeypatch):
-    """What does not fit in registers moves between two parts, or where keys are taken with care."""
-    take_parts(monkeypatch, True, case in CHAINED)
-    head_dim, head_dim_v, dtype, options = (FOLDED | CHAINED)[case]
-    plan = attention_plan(attention_hopper_launch.plan, "sm_90", head_dim, head_dim_v, dtype, **options)
-    steps = []
-    for blocks, followers in map(flow, functions(disassembled(compiled("sm_90", plan)))):
-        for last, nexts in enumerate(followers):
-            for first in nexts:
-                step = [line.operation for block in blocks[first : last + 1] for line in block]
-                products = sum("GMMA" in operation for operation in step)
-                steps += [step] if first <= last and products and len(step) < 400 else []
-    assert len(steps) == plan[2][-1].WARPGROUPS
-    assert not any(operation.startswith(("LDL", "STL")) for step in steps for operation in step)
 
 
 def deal_out(patch):
@@ -230,20 +237,6 @@ def test_the_next_row_tile_is_asked_for_late_and_without_waiting(case):
     copies = [used_after(match, code).count("async_tma_copy_global_to_local") for match in asked]
     packed = case == "packed sequences"
     assert sorted(copies) == ([0, 0, 1] if packed else [1])  # past what a packed sequence does not have: at once
-
-
-@pytest.mark.parametrize("case", quick_of(CASES))
-def test_every_barrier_is_in_use(case):
-    """The memory of one that no consumer and no producer knows would serve for sums, and be written by the hardware."""
-    code = compiled("sm_90", plan_of(case)).asm["ttgir"]
-    # The first consumer is part of the function; the others, and the producer, are given what they know.
-    first = re.search(r"ttg\.warp_specialize\(.*? partition0\(", code, re.DOTALL)[0]
-    known = set(re.findall(r"%\w+", first))
-    barriers = re.findall(r"(%\w+) = ttg\.local_alloc[^\n]*memdesc<\d+x1xi64", code)
-    assert len(barriers) >= 9
-    for name in barriers:
-        places = re.findall(rf"(%\w+) = ttg\.memdesc_index {re.escape(name)}\[", code)
-        assert {name, *places} & known, name
 
 
 def test_lengths_do_not_recompile():

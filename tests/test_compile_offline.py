@@ -133,7 +133,7 @@ def test_tiles_of_wgmma_are_pipelined(dim):
     [
         also("sm_90", 128, torch.float32, 64, "float"),
         also("sm_90", 128, torch.bfloat16, 4096, "float"),
-        ("sm_90", 128, torch.bfloat16, 4096, "bool"),
+        also("sm_90", 128, torch.bfloat16, 4096, "bool"),
         ("sm_89", 64, torch.bfloat16, 64, "float"),
         also("sm_89", 128, torch.float32, 64, ""),
         also("sm_89", 128, torch.float32, 64, "float"),

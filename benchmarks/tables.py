@@ -293,7 +293,6 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode_each": decode_each,
     "decode_mixed": lambda read: decode_mixed(read("decode_mixed")),
     "shapes": lambda read: shapes(read("shapes")),
-    "shapes_chunks": lambda read: shapes(read("shapes_chunks")),
     "backward": lambda read: backward(read("backward")),
     "backward_fp32": lambda read: backward_beside(read("backward_fp32"), "float32"),
     "backward_bias": lambda read: backward_beside(read("backward_bias"), "bf16, with a bias"),

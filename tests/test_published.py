@@ -9,8 +9,8 @@ from benchmarks import provenance, tables
 PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 H100 = provenance.RESULTS / "h100-80gb-hbm3"
 H100_TRITON_39 = provenance.RESULTS / "h100-80gb-hbm3-triton-3.9"
-PUBLISHED = [(tables.results(), name) for name in tables.TABLES if name != "shapes_chunks"]
-ON_H100 = ("attention", "decode", "decode_mixed", "softmax", "shapes", "shapes_chunks", "backward", "backward_bias")
+PUBLISHED = [(tables.results(), name) for name in tables.TABLES]
+ON_H100 = ("attention", "decode", "decode_mixed", "softmax", "shapes", "backward", "backward_bias")
 PUBLISHED += [(tables.results(H100), name) for name in ON_H100]
 PUBLISHED += [(tables.results(H100_TRITON_39), name) for name in ("attention", "decode", "softmax")]
 

@@ -24,11 +24,12 @@ demo: setup  ## train a small GPT, swap the attention, compare, measure memory (
 
 test: setup  ## the suite: CPU (and GPU where there is one), Triton's interpreter, and torch alone
 	$(PYTEST) $(QUICK)
-	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST); else echo 'no Triton: no interpreter run'; fi
+	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST) $(QUICK); else echo 'no Triton: no interpreter run'; fi
 	$(PYTEST) --without-triton $(TORCH_ONLY)
 
 test-exhaustive: setup  ## what test leaves out: kernels compiled in more tiles; for who changes one (on two cores ten minutes)
 	$(PYTEST) -m exhaustive
+	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST) -m exhaustive; fi
 
 lint: $(VENV)/lint.stamp  ## ruff (lint and format), mypy, and the test that holds the layers
 	$(RUN) -m ruff check .

@@ -18,6 +18,7 @@ from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig,
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import also
 from tests.test_decode import cache, int32, pages_of
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,7 +27,7 @@ H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window": (90, 0), "softcap": 20.0}], ids=["causal", "window"])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, also(5), 16])
 def test_who_folds_a_chain_touches_no_bits(device, monkeypatch, rows, options, paged):
     """One program a split, two that stay apart, a chain, or a pair of chains, and the merge folds the rest.
 

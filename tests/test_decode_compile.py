@@ -19,7 +19,7 @@ from flashattn_lite.kernels import decode_launch  # noqa: E402
 from flashattn_lite.kernels.decode_splits import DecodeTile  # noqa: E402
 from flashattn_lite.kernels.tuning import power_of_two  # noqa: E402
 from flashattn_lite.problem import Inputs  # noqa: E402
-from tests.exhaustive import quick  # noqa: E402
+from tests.exhaustive import also, quick  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
@@ -169,10 +169,10 @@ def test_decode_compiles(gpu, case):
     "case",
     [
         "one token",
-        "one token, alone",
+        also("one token, alone"),
         "one token, a pair of chains",
-        "few keys, alone",
-        "paged",
+        also("few keys, alone"),
+        also("paged"),
         "16 tokens",
         "wide, 64 rows",
         "everything",
@@ -199,7 +199,7 @@ MERGES = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, also(16)])
 def test_lengths_and_batch_do_not_recompile(tokens):
     """The same kernels serve all batches and capacities, but for one more where a program owns a pair of chains.
 

@@ -1,6 +1,6 @@
 """Which cases of a test `make test` takes, and which only `make test-exhaustive` does.
 
-For the minutes that CI has: most compile one tile more of a kernel of which others are compiled.
+For the minutes that CI has: most compile one tile more of a kernel. Of each kernel some stay, for each GPU family.
 """
 
 from __future__ import annotations

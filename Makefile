@@ -10,6 +10,7 @@ RUN := $(VENV)/bin/python
 # A worker a core. What one test compiles, the others find in Triton's cache.
 PYTEST_FLAGS ?= -n auto --dist worksteal
 PYTEST := $(RUN) -m pytest $(PYTEST_FLAGS)
+# CI's minutes do not hold every tile: tests/exhaustive.py. A GPU compiles what it runs anyway.
 QUICK := -m 'gpu or not exhaustive'
 # The public face once more, where Triton can't be imported; what lies below it is the same code as in the first run.
 TORCH_ONLY := $(addprefix tests/,test_attention.py test_calls.py test_decode.py test_decode_errors.py test_errors.py test_sdpa.py test_softmax.py)

@@ -198,16 +198,22 @@ def test_what_the_bandwidth_benchmarks_write_can_be_drawn(name, cells, tmp_path)
     assert drawn(name, tmp_path / "rows.csv", tmp_path / "plot.png")
 
 
-@needs_triton
-def test_the_profile_has_a_row_for_each_kernel(tmp_path):
+def test_the_profile_is_of_the_cells_asked_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "profile_cells", lambda *args: asked.append(args))
     cells = ["--dtypes", "bf16", "--head-dims", "64", "--lengths", "512", "1024", "--out", str(tmp_path / "a.csv")]
     attention.main(["--profile", *cells])
-    with (tmp_path / "a_profile.csv").open() as file:
+    every = [("bf16", 64, causal, length) for causal in (True, False) for length in (512, 1024)]
+    assert asked == [("sm_90", every, tmp_path / "a_profile.csv")]
+
+
+@needs_triton
+def test_the_profile_has_a_row_for_each_kernel(tmp_path):
+    attention.profile_cells("sm_90", [("bf16", 64, False, length) for length in (512, 1024)], tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["provider"], row["causal"], row["tile"], row["blocks_per_sm"]) for row in rows] == [
-        ("flashattn_lite", "True", "64x64", "3"),
         ("flashattn_lite", "False", "128x128", "1"),
-        ("flashattn_lite-triton", "True", "128x64", "2"),
         ("flashattn_lite-triton", "False", "128x64", "2"),
     ]  # one tile serves both lengths
     assert all(0 < int(row["registers"]) <= 255 and int(row["shared_bytes"]) <= 227 << 10 for row in rows)

@@ -130,7 +130,7 @@ def assert_the_fast_loop_stays_out_of_memory(kernel, consumers):
 
 # (batch, keys) of 16 rows of 32 query and 8 key heads of 128: parts folded, by blocks that take so many chains.
 @pytest.mark.parametrize(
-    ("batch", "keys", "folds", "chains"), [also(1, 4096, False, 1), also(8, 8192, True, 1), (16, 4096, True, 2)]
+    ("batch", "keys", "folds", "chains"), [also(1, 4096, False, 1), also(8, 8192, True, 1), also(16, 4096, True, 2)]
 )
 def test_the_tiles_of_one_consumer(batch, keys, folds, chains):
     rows, dim = 16, 128

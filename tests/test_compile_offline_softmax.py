@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET
 DTYPES = [torch.bfloat16, torch.float32]
 COPIES = quick(  # where shared memory is filled by copies of 16 bytes
     [(gpu, dtype) for gpu in GPUS if gpu != "gfx942" for dtype in (torch.float16, *DTYPES)],
-    [("sm_80", torch.float32), ("sm_90", torch.bfloat16), ("sm_100", torch.float16)],
+    [("sm_80", torch.float32), ("sm_90", torch.bfloat16), ("sm_100", torch.bfloat16)],
 )
 # name: (shape, dim). Each way through the kernels.
 CASES = {

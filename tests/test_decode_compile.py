@@ -163,24 +163,13 @@ def test_decode_compiles(gpu, case):
             assert usage(kernel).stack <= STACK_LIMIT.get(case, 0)
             assert usage(kernel).blocks(gpu) >= programs  # by which a launch is taken to fill the GPU
             assert "wgmma" not in code or not mistakes(kernel)
+            if name == "partial_kernel" and case not in ("unaligned", "float32"):
+                assert_keys_and_values_are_copied_ahead(kernel)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "one token",
-        also("one token, alone"),
-        "one token, a pair of chains",
-        also("few keys, alone"),
-        also("paged"),
-        "16 tokens",
-        "wide, 64 rows",
-        "everything",
-    ],
-)
-def test_keys_and_values_are_copied_ahead_in_16_bytes(case):
-    """Asynchronous copies straight to shared memory, and never a plain load of K or V in their stead."""
-    ptx = compiled("sm_90", plans("sm_90", *CASES[case])[0]).asm["ptx"]
+def assert_keys_and_values_are_copied_ahead(kernel):
+    """By 16 bytes at a time straight to shared memory, and never a plain load of K or V in their stead."""
+    ptx = kernel.asm["ptx"]
     assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)) >= 16
     waits = [int(pending) for pending in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)]
     assert max(waits) >= 2  # a tile's K and V stay under way while the one before is computed

@@ -213,7 +213,7 @@ def test_two_consumers_for_three(dim, hopper_device):
     assert_same_bits(*in_both_ways(case, ("whole", "two for three")), "two consumers", None)
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 128), ((6, 2), 64)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 128), also((6, 2), 64)])
 def test_packed_sequences(heads, dim, hopper_device):
     torch.manual_seed(0)
     lengths = [70, 0, 300 if hopper_device.type == "cuda" else 200, 1, 64, 129]

@@ -17,6 +17,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import tuning_parts
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import also
 from tests.gluon_on_torch import Sources, hopper, launch
 from tests.gluon_on_torch.broken import BROKEN, SHOWN_BY
 from tests.gluon_on_torch.hopper import on_torch
@@ -174,15 +175,17 @@ def check(*kinds: str, turns: int = 1) -> None:
         torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_as_it_is_nothing_is_wrong(monkeypatch):
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_as_it_is_nothing_is_wrong(kind, monkeypatch):
     on_torch(monkeypatch)
-    check(*PROBLEMS)
+    check(kind)
 
 
-def test_sweeps_of_two_tiles_follow_one_another(monkeypatch):
+@pytest.mark.parametrize("kind", [also("done again"), also("in parts"), "folded", also("in chains"), "in two chains"])
+def test_sweeps_of_two_tiles_follow_one_another(kind, monkeypatch):
     """As more tiles than are listed do, 512 of a block; some have rows to do again between two sweeps."""
     on_torch(monkeypatch, Sources(("hopper_tasks", "LISTED = gl.constexpr(512)", "LISTED = gl.constexpr(2)")))
-    check("done again", "in parts", "folded", "in chains", "in two chains")
+    check(kind)
 
 
 def test_merges_of_many_rows_that_run_as_one_have_the_bits_of_each(monkeypatch):

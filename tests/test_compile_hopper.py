@@ -159,7 +159,7 @@ def plan_of(case, **changes):
     ("case", "changes"),
     [
         ("packed sequences", {}),
-        ("128 causal", {}),
+        also("128 causal", {}),
         also("64", {"config": HopperConfig(3, 64, 4, carried="kv", q_held=True)}),
     ],
 )

@@ -94,7 +94,7 @@ def test_float32_runs_on_matrix_units(gpu, head_dim, limit):
 
 
 @pytest.mark.parametrize("dim", [(33, 8), also((139, 7))], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, also(torch.float32)], ids=str)
 def test_rows_that_are_not_aligned_stay_off_wgmma(dim, dtype):
     """Their operands lie at one place each, and take more registers than there are."""
     kernel = compiled("sm_90", attention_plan(attention_launch.plan, "sm_90", *dim, dtype, causal=True))

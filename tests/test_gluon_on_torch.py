@@ -181,7 +181,7 @@ def test_as_it_is_nothing_is_wrong(kind, monkeypatch):
     check(kind)
 
 
-@pytest.mark.parametrize("kind", [also("done again"), also("in parts"), "folded", also("in chains"), "in two chains"])
+@pytest.mark.parametrize("kind", [*map(also, ("done again", "in parts", "folded", "in chains")), "in two chains"])
 def test_sweeps_of_two_tiles_follow_one_another(kind, monkeypatch):
     """As more tiles than are listed do, 512 of a block; some have rows to do again between two sweeps."""
     on_torch(monkeypatch, Sources(("hopper_tasks", "LISTED = gl.constexpr(512)", "LISTED = gl.constexpr(2)")))

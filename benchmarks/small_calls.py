@@ -4,8 +4,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m benchmarks.small_calls
 
 Likewise synccheck and racecheck. Without torch's cache each tensor is an allocation of its own, so that a read past its
-end is seen. Every call is made twice, the second time with rows that are done again. On a GPU of 132 multiprocessors:
-which row tiles are dealt out, folded or in chains follows from their number.
+end is seen. Every call is made twice, the second time with rows that are done again, of softmax from another address.
+On a GPU of 132 multiprocessors: which row tiles are dealt out, folded or in chains follows from their number.
 """
 
 from __future__ import annotations

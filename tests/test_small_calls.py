@@ -12,9 +12,8 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch, decode_launch, start
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.hopper_shape import HopperTile
-from flashattn_lite.target import Target
+from tests.test_hopper_folds import H200
 
-H200 = Target("cuda", 90, "NVIDIA H200", multiprocessors=132)
 # What a name begins or ends with: its first kernel, and what holds for that one's tile.
 WAYS = {
     "whole": ("attention_hopper_kernel", lambda T: T.DEALT == 1 and not T.SPLIT),
@@ -62,8 +61,19 @@ def test_a_call_goes_the_way_of_its_name(name, launches):
     assert name.startswith("gradients") == any("backward" in kernel for kernel, _ in launches)
 
 
-def test_calls_are_made_twice(capsys):
-    """By name; of softmax, whose kernels serve a GPU alone, what torch has is asked on a CPU."""
-    names = [name for name in small_calls.CALLS if name.startswith(("softmax", "odd", "gradients, mask"))]
-    small_calls.main(["--device", "cpu", "--calls", *names])
-    assert capsys.readouterr().out.split("\n") == [*names, ""]
+def test_calls_are_made_twice(monkeypatch, capsys):
+    made = []
+    monkeypatch.setitem(small_calls.CALLS, "whole, 64", lambda *args: made.append(args))
+    small_calls.main(["--device", "cpu", "--calls", "whole, 64"])
+    assert made == [("cpu", False), ("cpu", True)]
+    assert capsys.readouterr().out == "whole, 64\n"
+
+
+OTHERS = [name for name in small_calls.CALLS if name.startswith(("softmax", "gradients, mask"))]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_call_is_one_that_the_library_takes(name, again):
+    """Those whose launches are not looked at above, or not all; by torch."""
+    small_calls.CALLS[name]("cpu", again)

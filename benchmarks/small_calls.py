@@ -99,6 +99,13 @@ CALLS: dict[str, Callable[[str, bool], None]] = {  # (device, whether some rows 
     "odd head dim": partial(dense, (4, 2), 300, 300, 33, causal=True),
     "gradients, 128": partial(dense, (4, 2), 300, 300, 128, grad=True, causal=True),
     "gradients, mask": partial(dense, (4, 2), 200, 320, 64, grad=True, mask=True),
+    "softmax, short rows": partial(softmax, 64, 1000, -1),
+    "softmax, rows of many units": partial(softmax, 4, 300_008, -1),
+    "softmax, float32": partial(softmax, 8, 33_000, -1, dtype=torch.float32),
+    "softmax, across": partial(softmax, 40, 3000, 0),
+    "softmax, odd rows": partial(softmax, 64, 4097, -1),
+    "softmax, odd rows, float32": partial(softmax, 64, 4097, -1, dtype=torch.float32),
+    "softmax, odd rows of many units": partial(softmax, 4, 300_001, -1),
 }
 for name, page in (("cache", 0), ("pages", 16)):
     CALLS |= {
@@ -110,13 +117,6 @@ for name, page in (("cache", 0), ("pages", 16)):
         f"{name}, window": partial(cache, 1, 2048, 64, batch=2, page=page, window=(300, 0)),
         f"{name}, 4 tokens": partial(cache, 4, 2048, 128, batch=2, page=page),
     }
-CALLS |= {  # last: of odd rows memcheck reports a read (docs/performance.md), and ends the process
-    "softmax, short rows": partial(softmax, 64, 1000, -1),
-    "softmax, rows of many units": partial(softmax, 4, 300_008, -1),
-    "softmax, float32": partial(softmax, 8, 33_000, -1, dtype=torch.float32),
-    "softmax, across": partial(softmax, 40, 3000, 0),
-    "softmax, odd rows": partial(softmax, 64, 4097, -1),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -183,7 +183,9 @@ def ring_launch(
     alike = all((d.stride_x - d.stride_y) % vector == 0 for d in dims if d.size != 1) and lead_x == lead_y
     strides = [d.stride_x for d in dims] + [d.stride_y for d in dims]
     lengths = (units, cols, splits, dims[1].size, dims[2].size)
-    args = (x, y, results[-1], *room_for(x, units, splits), *lengths, *strides, lead_x, 0 if stats else lead_y)
+    vectors_x = (lead_x + sum((d.size - 1) * d.stride_x for d in dims) + cols) // vector
+    leads = (lead_x, 0 if stats else lead_y, vectors_x)
+    args = (x, y, results[-1], *room_for(x, units, splits), *lengths, *strides, *leads)
     shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
     shape |= {"PATIENCE": PATIENCE, "ALIGN": vector, "EVEN": wide and cols == splits * tile.cols, "WIDTH": width}
     shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks}

@@ -139,12 +139,13 @@ def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS
 
 
 # Nothing is specialized on a size or a stride, as in `softmax.py`. lead_x, lead_y: how many elements behind a 16-byte
-# address x and y lie.
-@gluon.jit(do_not_specialize=[3, *range(5, 19)])
+# address x and y lie; vectors_x: whole 16 bytes from x's to the end of its last row.
+@gluon.jit(do_not_specialize=[3, *range(5, 20)])
 def ring_kernel(
     x_ptr, y_ptr, l_ptr, counter_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,
     size_1: gl.int32, size_r: gl.int64, stride_x0: gl.int64, stride_x1: gl.int64, stride_xr: gl.int64,
-    stride_y0: gl.int64, stride_y1: gl.int64, stride_yr: gl.int64, lead_x: gl.int64, lead_y: gl.int64,
+    stride_y0: gl.int64, stride_y1: gl.int64, stride_yr: gl.int64,
+    lead_x: gl.int64, lead_y: gl.int64, vectors_x: gl.int64,
     COLS: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, PATIENCE: gl.constexpr,
     ALIGN: gl.constexpr, EVEN: gl.constexpr, BETWEEN: gl.constexpr, ALIKE: gl.constexpr, FLAT: gl.constexpr,
     WIDTH: gl.constexpr, BOTH: gl.constexpr, CHUNKS: gl.constexpr, STATS: gl.constexpr,
@@ -164,7 +165,7 @@ def ring_kernel(
     gl.static_assert(AHEAD >= 0 and (LAG == 0 or PARTS > 1))
     x_strides, y_strides = (stride_x0, stride_x1, stride_xr, lead_x), (stride_y0, stride_y1, stride_yr, lead_y)
     x_ptr, y_ptr = gl.multiple_of(x_ptr - lead_x, 16).to(gl.pointer_type(WORD)), y_ptr - lead_y
-    ring, sizes = ring_of(WORD, SLOTS, WORDS, CHUNKS), (splits, size_1, size_r)
+    ring, sizes = ring_of(WORD, SLOTS, WORDS, CHUNKS), (splits, size_1, size_r, vectors_x)
     rooms = (room_of(gl.float32), room_of(gl.float32), room_of(gl.float32))
     if PARTS > 1:
         row_rooms = (room_of(gl.float32), room_of(gl.float32), room_of(gl.int32))
@@ -184,9 +185,9 @@ def ring_kernel(
               SLOTS, WORDS, PARTS, ALIGN, EVEN, FLAT, BETWEEN, WIDTH, TILE, CHUNKS)  # fmt: skip
         async_copy.wait_group(AHEAD)
         if unit < units:
-            _, window = slot_of(unit, cols, sizes, x_strides, COLS, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
+            start, window = slot_of(unit, cols, sizes, x_strides, COLS, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
             if not EVEN:
-                clear(ring, i % SLOTS, window, CHUNKS, WORDS, BETWEEN, WIDTH, DTYPE, TILE)
+                clear(x_ptr, start, ring, i % SLOTS, window, CHUNKS, WORDS, BETWEEN, WIDTH, DTYPE, TILE)
             offer_state(ring, i % SLOTS, window, rooms,
                         CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, True)  # fmt: skip
         if PARTS > 1:

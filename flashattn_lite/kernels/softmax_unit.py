@@ -9,7 +9,7 @@ from flashattn_lite.kernels.device.state import LOG2E, reference, weights
 from flashattn_lite.kernels.gluon_names import barrier
 from flashattn_lite.kernels.softmax_exchange import of_all, offsets
 from flashattn_lite.kernels.softmax_tiles import larger_bfloat16, larger_float16, tops, widen
-from flashattn_lite.kernels.softmax_window import chunk_of, store_between, turned, within
+from flashattn_lite.kernels.softmax_window import chunk_of, completed, store_between, turned, within
 
 
 @gluon.jit
@@ -44,12 +44,14 @@ def loaded(source, at, window, c: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.
     if RING:
         return source[c].index(at).load(TILE)
     else:
-        ptrs = source + at + c * (WORDS // CHUNKS) + offsets(WORDS // CHUNKS, TILE)
+        ptr, offs_w = source + at + c * (WORDS // CHUNKS), offsets(WORDS // CHUNKS, TILE)
         if EVEN:
-            return gl.load(ptrs)
+            return gl.load(ptr + offs_w)
         else:
             part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
-            x = gl.load(ptrs, mask=offsets(WORDS // CHUNKS, TILE) < part[2], other=0)
+            x = gl.load(ptr + offs_w, mask=offs_w < part[2], other=0)
+            if BETWEEN:
+                x = completed(x, ptr, part, WIDTH, TILE)
             return within(x, part, DTYPE, BETWEEN, TILE)
 
 
@@ -86,14 +88,17 @@ def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.const
 
 
 @gluon.jit
-def clear(ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, BETWEEN: gl.constexpr, WIDTH: gl.constexpr,
-          DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """-inf for what is not the unit's in its slot of the ring."""
+def clear(x_ptr, start, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, BETWEEN: gl.constexpr,
+          WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+    """Into a unit's slot of the ring what its copy could not bring, and -inf for what is not the unit's."""
     for c in gl.static_range(CHUNKS):
         part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
         if (part[0] > 0) | (part[1] < WORDS // CHUNKS * WIDTH):
             slot = ring[c].index(at)
-            slot.store(within(slot.load(TILE), part, DTYPE, BETWEEN, TILE))
+            x = slot.load(TILE)
+            if BETWEEN:
+                x = completed(x, x_ptr + start + c * (WORDS // CHUNKS), part, WIDTH, TILE)
+            slot.store(within(x, part, DTYPE, BETWEEN, TILE))
 
 
 @gluon.jit

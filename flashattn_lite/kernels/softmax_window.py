@@ -2,9 +2,10 @@
 
 A slot begins at a 16-byte address. Where rows do too, a unit is its slot's COLS elements. BETWEEN: where they do not, a
 unit is elements `lead` to `end` of its slot, and by 16 bytes shorter; what else its first and last 16 bytes hold is its
-neighbours', read and replaced by -inf. All the same a row has the same bits wherever it lies: a maximum knows no order,
-and a thread's sums, one for each place in a chunk, are taken in the places that they would have with lead 0 (`turned`).
-What a turn takes around the end is a chunk late: its first summand is 0 then.
+neighbours', read and replaced by -inf. What lies behind x is nobody's: where x ends within 16 bytes, its elements among
+them come by loads of their own (`completed`). All the same a row has the same bits wherever it lies: a maximum knows no
+order, and a thread's sums, one for each place in a chunk, are taken in the places that they would have with lead 0
+(`turned`). What a turn takes around the end is a chunk late: its first summand is 0 then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def start_of(unit, sizes, strides, OWN: gl.constexpr, FLAT: gl.constexpr, PARTS:
 
     strides: of the three row dimensions, and where the first row starts.
     """
-    splits, size_1, size_r = sizes
+    splits, size_1, size_r, _ = sizes
     stride_0, stride_1, stride_r, first = strides
     tile, split = unit, unit * 0
     if PARTS > 1:
@@ -40,15 +41,21 @@ def start_of(unit, sizes, strides, OWN: gl.constexpr, FLAT: gl.constexpr, PARTS:
 @gluon.jit
 def slot_of(unit, cols, sizes, strides, COLS: gl.constexpr, PARTS: gl.constexpr, ALIGN: gl.constexpr,
             FLAT: gl.constexpr, BETWEEN: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """Where a unit's slot starts in memory, in words, 64-bit; and its window: (lead, end, words up to there)."""
+    """Where a unit's slot starts in memory, in words, 64-bit; and its window: (lead, end, words up to there).
+
+    The words are whole 16 bytes that may be read: up to `end`, except where x itself ends within 16 bytes.
+    """
     OWN: gl.constexpr = COLS - ALIGN if BETWEEN else COLS
     start, _, split = start_of(unit, sizes, strides, OWN, FLAT, PARTS)
     lead = split * 0
     if BETWEEN:
         lead = (start & (ALIGN - 1)).to(gl.int32)
     end = lead + gl.minimum(cols - split.to(gl.int64) * OWN, OWN).to(gl.int32)
+    vectors = (end + ALIGN - 1) // ALIGN
+    if BETWEEN:
+        vectors = gl.minimum(vectors, sizes[3] - start // ALIGN).to(gl.int32)
     # Multiples of 16 bytes, as the compiler sees.
-    return start // ALIGN * (ALIGN // WIDTH), (lead, end, (end + ALIGN - 1) // ALIGN * (ALIGN // WIDTH))
+    return start // ALIGN * (ALIGN // WIDTH), (lead, end, vectors * (ALIGN // WIDTH))
 
 
 @gluon.jit
@@ -56,6 +63,20 @@ def chunk_of(window, c: gl.constexpr, CHUNK: gl.constexpr, WIDTH: gl.constexpr):
     """A window as seen from chunk c of CHUNK words: so all chunks share the few offsets that a thread holds."""
     lead, end, words = window
     return lead - c * CHUNK * WIDTH, end - c * CHUNK * WIDTH, words - c * CHUNK
+
+
+@gluon.jit
+def completed(x, ptr, window, WIDTH: gl.constexpr, TILE: gl.constexpr):
+    """Words x of a chunk that starts at ptr, with the elements between the window's words and its end, if any."""
+    _, end, words = window
+    if words * WIDTH < end:
+        offs_w = offsets(x.shape[0] * x.shape[1], TILE)
+        missing = (offs_w >= words) & (offs_w < end // WIDTH)
+        x = gl.where(missing, gl.load(ptr + offs_w, mask=missing, other=0), x)
+        if WIDTH == 2:  # an odd element is half a word
+            last = gl.load(ptr.to(gl.pointer_type(gl.int16)) + (end - 1)).to(gl.int32)
+            x = gl.where(2 * offs_w + 1 == end, last, x)
+    return x
 
 
 @gluon.jit

@@ -18,8 +18,9 @@ class Pointer:
 
     vector = 1  # neighbours along the last dimension that are loaded or stored together, as the kernel has promised
 
-    def __init__(self, memory: Tensor, at: Tensor) -> None:
+    def __init__(self, memory: Tensor, at: Tensor, whole: Tensor | None = None) -> None:
         self.memory, self.at = memory, at
+        self.whole = memory if whole is None else whole  # with elements at its end that fill no word
         self.dtype = Record(element_ty=dtype_of(memory.dtype))
 
     @staticmethod
@@ -30,17 +31,18 @@ class Pointer:
     def to(self, dtype: Dtype) -> Pointer:
         """To words of another size."""
         size, other = self.memory.itemsize, dtype.torch.itemsize
-        whole = self.memory.numel() * size // other * other // size
-        return Pointer(self.memory[:whole].view(dtype.torch), divide(self.at * size, torch.tensor(other)))
+        bytes_ = self.whole.view(torch.uint8)
+        words = bytes_[: bytes_.numel() // other * other].view(dtype.torch)
+        return Pointer(words, divide(self.at * size, torch.tensor(other)), self.whole)
 
     def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.memory, self.at + value(more).x)
+        return Pointer(self.memory, self.at + value(more).x, self.whole)
 
     def __sub__(self, less: Any) -> Pointer:
-        return Pointer(self.memory, self.at - value(less).x)
+        return Pointer(self.memory, self.at - value(less).x, self.whole)
 
     def __getitem__(self, at: Any) -> Pointer:
-        return Pointer(self.memory, self.at[at])
+        return Pointer(self.memory, self.at[at], self.whole)
 
     def vectors(self, counts: list[int]) -> Pointer:
         """`max_contiguous`: so many neighbours lie side by side."""

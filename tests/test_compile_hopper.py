@@ -20,8 +20,9 @@ from flashattn_lite.kernels.hopper_config import HopperConfig  # noqa: E402
 from flashattn_lite.kernels.tuning_dealt import one_consumer  # noqa: E402
 from flashattn_lite.problem import Inputs  # noqa: E402
 from tests.exhaustive import also, quick  # noqa: E402
+from tests.targets import H200  # noqa: E402
 from tests.test_hopper import take_parts  # noqa: E402
-from tests.test_hopper_folds import H200, few_rows  # noqa: E402
+from tests.test_hopper_folds import few_rows  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 

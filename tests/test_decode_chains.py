@@ -16,13 +16,12 @@ from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, enough
 from flashattn_lite.problem import Inputs, describe
-from flashattn_lite.target import Target
 from flashattn_lite.testing.results import assert_same_bits
 from tests.exhaustive import also
+from tests.targets import H200
 from tests.test_decode import cache, int32, pages_of
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -16,12 +16,11 @@ from flashattn_lite import calls  # noqa: E402
 from flashattn_lite.kernels import attention_launch, descriptors, start  # noqa: E402
 from flashattn_lite.kernels.tuning import TileConfig  # noqa: E402
 from flashattn_lite.problem import Inputs, describe  # noqa: E402
-from flashattn_lite.target import Target  # noqa: E402
+from tests.targets import H200  # noqa: E402
 
 GRID, STREAM, FIXED = (7, 1, 1), 11, ("function", (4, 1, 0), None, None, None)
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
 TILE = types.SimpleNamespace(BLOCK=64)
-SM90 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 class Descriptor:
@@ -197,5 +196,5 @@ def test_both_keys_and_values_must_be_what_the_copy_engine_takes(which):
         problem = describe(inputs, causal=False, **none)
         config = TileConfig(64, 64, 4, 3)
         rows = torch.empty(1, 2, 40)
-        made[name] = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, SM90, config).tma
+        made[name] = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, H200, config).tma
     assert made == {"whole": True, "odd": False}

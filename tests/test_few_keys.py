@@ -15,10 +15,10 @@ from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
+from tests.targets import H200
 from tests.test_decode import cache
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 def tile_of(inputs: Inputs, problem: AttentionProblem, target: Target = H200):

@@ -15,14 +15,13 @@ from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.scores import visible
-from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
+from tests.targets import H200
 from tests.test_decode import cache, int32
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 WINDOW = (700 // (8 if INTERPRETING else 1), 0)
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from flashattn_lite.testing.strategies import FEATURES
 from tests.exhaustive import also
 from tests.gluon_on_torch.hopper import on_torch
 from tests.gluon_on_torch.sources import Sources
+from tests.targets import H200
 from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases
 
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 

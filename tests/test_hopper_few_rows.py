@@ -20,8 +20,9 @@ from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
+from tests.targets import H200
 from tests.test_hopper import HALVES, hopper, take_parts
-from tests.test_hopper_folds import H200, ask_random_cases, few_rows, with_failures
+from tests.test_hopper_folds import ask_random_cases, few_rows, with_failures
 
 PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 WAYS = ("parts", "chains", "two chains")  # what a block takes

@@ -16,13 +16,12 @@ import flashattn_lite as fa
 from flashattn_lite.kernels import tuning_parts
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
-from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES, cases
+from tests.targets import H200
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
 
 

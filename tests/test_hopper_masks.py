@@ -17,13 +17,12 @@ from flashattn_lite.kernels.hopper_shape import HopperTile
 from flashattn_lite.kernels.operands import expanded_mask, mask_align, mask_strides
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
-from flashattn_lite.target import Target
 from tests.gluon_on_torch.hopper import unchanged
 from tests.gluon_on_torch.pointers import Pointer
 from tests.gluon_on_torch.values import FUNCTIONS, value
+from tests.targets import H200
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="the same without TRITON_INTERPRET=1")
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
 CASES = 300
 DTYPES = (torch.bool, torch.bfloat16, torch.float32)
 

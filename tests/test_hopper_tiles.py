@@ -18,9 +18,7 @@ from flashattn_lite.kernels.device import bounds
 from flashattn_lite.kernels.hopper_tasks import ROWS, past_empty, place
 from flashattn_lite.kernels.tuning_dealt import one_consumer
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES
-from flashattn_lite.target import Target
-
-H200 = Target("cuda", 90, "sm_90", multiprocessors=132)
+from tests.targets import H200
 
 
 @pytest.mark.parametrize("right", [False, True])

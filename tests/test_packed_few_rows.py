@@ -14,9 +14,9 @@ import flashattn_lite as fa
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS, TELLING
 from flashattn_lite.problem import UNPROMISED, Inputs, describe
-from flashattn_lite.target import Target
 from flashattn_lite.testing import PACKED_LAWS, PackedCase, assert_close_to_oracle, check_packed
 from flashattn_lite.testing.results import assert_same_bits, run_packed
+from tests.targets import H200
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # Splits in the interpreter have 32 keys or more, on a GPU 128 or 256: few, some, and so many that these are longer.
@@ -28,7 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (60, 0), "softcap": 5.0},
     "window ahead, lengths": {"window": (150, 3), "q_start": 40, "kv_lens": True},
 }
-H100 = Target("cuda", 90, "sm_90", multiprocessors=132)
 
 
 def table(lengths, device="cpu"):
@@ -170,7 +169,7 @@ def test_who_is_taken(group, most, reason):
     """By what is promised alone: a row's bits must not follow from how many rows the others have."""
     for tokens in ((), (1,), (1, 0, 1), (1,) * 100):
         _, problem = problem_of(tokens, (9,) * len(tokens), most, group=group)
-        reasons = decode_launch.why_not_attention(problem, H100)
+        reasons = decode_launch.why_not_attention(problem, H200)
         assert len(reasons) == bool(reason)
         assert not reason or reason in reasons[0]
 
@@ -180,7 +179,7 @@ def test_who_is_taken(group, most, reason):
 def test_the_tile_follows_from_the_promised_rows_alone(most, window):
     """Not from how many sequences there are, nor from how many rows or keys they have or are promised to have."""
     seen = {
-        decode_launch.config_of(problem, inputs, H100)
+        decode_launch.config_of(problem, inputs, H200)
         for tokens, keys, most_k in [((1,), (9,), None), ((1, 1), (9, 9000), 9000), ((1,) * 90, (50,) * 90, 50)]
         for inputs, problem in [problem_of(tokens, keys, most, most_k, window_left=window)]
     }
@@ -195,14 +194,14 @@ def test_pairs_of_chains_are_for_batches_that_fill_their_room(most_k, pairs):
 
 
 def call_of(batch: int, tokens: int, keys: int, most_k: int) -> decode_launch.Call:
-    """So many sequences of 32 query and 8 key heads on an H100, without memory."""
+    """So many sequences of 32 query and 8 key heads on an H200, without memory."""
     q = torch.empty(batch * tokens, 32, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(batch * keys, 8, 128, dtype=torch.bfloat16, device="meta")
     cu = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     inputs = Inputs(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu)
     rest = {"q_start": None, "window_left": None, "window_right": None, "softcap": None}
     problem = describe(inputs, causal=True, scale=1.0, max_seqlen_q=tokens, max_seqlen_k=most_k, **rest)
-    return decode_launch.Call(problem, inputs, None, q, torch.empty(32, batch * tokens, device="meta"), H100)
+    return decode_launch.Call(problem, inputs, None, q, torch.empty(32, batch * tokens, device="meta"), H200)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +244,6 @@ def test_where_nobody_sees_a_key_no_launch_lacks_the_one_it_waits_for(keys, q_st
     inputs = Inputs(q, k, k, cu_seqlens_q=table((1, 7)), cu_seqlens_k=table(keys))
     problem = describe(inputs, causal=True, q_start=q_start, window_left=None, window_right=None, scale=None,
                        softcap=None, max_seqlen_q=8, max_seqlen_k=8)  # fmt: skip
-    call = decode_launch.Call(problem, inputs, None, torch.empty(8, 4, 64).half(), torch.empty(4, 8), H100)
+    call = decode_launch.Call(problem, inputs, None, torch.empty(8, 4, 64).half(), torch.empty(4, 8), H200)
     assert [x.kernel.fn.__name__ for x in call.starters] == ["partial_kernel", "uncovered_kernel"]
     assert all(x.grid[0] > 0 for x in call.starters) and "launch_pdl" not in call.partial.options

@@ -12,7 +12,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch, decode_launch, start
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.hopper_shape import HopperTile
-from tests.test_hopper_folds import H200
+from tests.targets import H200
 
 # What a name begins or ends with: its first kernel, and what holds for that one's tile.
 WAYS = {

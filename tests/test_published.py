@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from benchmarks import provenance, tables
@@ -75,6 +77,24 @@ def test_the_aims_are_compared_with_the_results():
         f"64 x 8k {of_a_read['64', '8192', '1']}; **8 x 8k {of_a_read['8', '8192', '1']}, "
         f"four tokens {of_a_read['8', '8192', '4']}, sixteen {of_a_read['8', '8192', '16']}**"
     )
+
+
+def test_attention_was_measured_again():
+    text, rows = " ".join(PAGE.split()), tables.results()("attention_again")
+    assert {row["commit"] for row in rows} == set(re.findall(r"H200 \((\w+), `attention_again.csv`\)", text))
+    bf16, fp16 = (tables.attention_cells(rows, dtype) for dtype in ("bf16", "fp16"))
+    (cudnn, rival, ahead), (cudnn_16, rival_16, ahead_16) = map(tables.summary, (bf16, fp16))
+    assert (
+        f"bf16 {cudnn:.3f} of cuDNN and {rival:.3f} of the better of the two, ahead in {ahead} cells of {len(bf16)}, "
+        f"fp16 {cudnn_16:.3f} and {rival_16:.3f}, {ahead_16} ({under(1, fp16)}); "
+        f"d128 causal 16k {tables.to_cudnn(bf16['128', 'True', '16384']):.2f} of cuDNN, "
+        f"d256 causal 16k {tables.to_cudnn(bf16['256', 'True', '16384']):.2f}." in text
+    )
+    before = tables.attention_cells(tables.results()("attention"), "bf16")
+    led = [cell["fa4"] / max(cell["sdpa-cudnn"], cell["fa3"]) - 1 for cell in before.values()]
+    led = [lead for lead in led if lead > 0]
+    assert f"FA4 is the best rival in {['no', 'one', 'two', 'three', 'four'][len(led)]} bf16 cells" in text
+    assert f"by {100 * min(led):.1f} to {max(led):.1%}." in text
 
 
 def test_the_aims_are_compared_with_the_results_of_an_h100():

@@ -128,7 +128,7 @@ def to_cudnn(cell: Speeds) -> float:
 def each(now: Cells, then: Cells, yardstick: str, providers: Iterable[str]) -> list[str]:
     """Ours to each of those who ran then, maybe in an earlier run: each over the yardstick of its own run."""
     by = SHORT[yardstick]
-    lines = header(f"through {by}", f"their mean of {by}", "ours to theirs, mean", "least", "most", "ahead in")
+    lines = header("rival", f"theirs over {by}, mean", "ours over theirs, mean", "least", "most", "ahead in")
     for provider in sorted(providers):
         cells = [key for key in now if provider in then[key]]
         theirs = [then[key][provider] / then[key][yardstick] for key in cells]

@@ -57,14 +57,16 @@ def attention(
         kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
             A length below 0 counts as 0, one above S as S.
         return_lse: also return lse.
-        backend: "auto", or "split", "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
+        backend: "auto", or one of "split" (decoding's kernels, few query rows), "hopper" (sm_90, 16 bits), "triton"
+            (any GPU of Triton's), "tiled" (plain torch, any device): it runs or a `BackendError` says why not.
 
     Returns:
         out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.
         A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
 
     Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
-    dtype for their product with v, and divided by their sum at the end: v up to the largest float32 over S. A NaN or
+    dtype for their product with v, and divided by their sum at the end, so that values of v past the largest float32
+    over S may overflow. A NaN or
     infinity reaches the rows that see it and no other. A row's bits do not depend on the batch, on what other rows
     hold, or on repeats; how many rows and keys there are chooses tiles, and so may show. Differentiable in q, k, v,
     sinks and a float mask, with memory linear in L and S, by backward() or torch.func.grad, compiled or not; gradients
@@ -202,7 +204,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         (out, lse) in the shapes and out-dtype of the parts; lse float32 (float64 if the parts' are).
         A part whose row saw nothing (lse -inf) is the identity, whatever its out holds.
 
-    Numerics: associative and commutative up to rounding; computed in float32. Differentiable.
+    Numerics: associative and commutative up to rounding; computed in float32, or float64 where the parts are.
+    Differentiable.
 
     Raises:
         ValueError, TypeError: naming the part.

@@ -116,7 +116,10 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], axis: int
         raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass the head they share.")
     if heads_kv and heads_q % heads_kv:
         raise value_error(
-            nq, f"number of heads must be a multiple of {nk}'s ({heads_kv})", q, "Pass as many for every key head."
+            nq,
+            f"number of heads must be a multiple of {nk}'s ({heads_kv})",
+            q,
+            "Pass the same number of query heads for every key head.",
         )
 
 
@@ -146,7 +149,7 @@ def check_options(
     """The plain-number options."""
     check_flag("causal", causal)
     if q_start is not None and not is_int(q_start):
-        raise type_error("q_start", "must be an int or None", q_start, "For one a sequence pass kv_lens.")
+        raise type_error("q_start", "must be an int or None", q_start, "To give each sequence its own pass kv_lens.")
     check_window(window)
     for name, x, default in (("scale", scale, "the default"), ("softcap", softcap, "no soft cap")):
         if x is None:
@@ -204,9 +207,9 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
     if not broadcasts_to(mask.shape, full):
         remedy = "Make each of its last dimensions 1 or as large as that."
         if mask.shape == (full[0], full[3]):
-            remedy = f"For one row of keys a sequence pass {name}[:, None, None, :]."
+            remedy = f"For one row of keys per sequence pass {name}[:, None, None, :]."
         elif mask.shape == (full[0], *full[2:]):
-            remedy = f"For one mask a sequence pass {name}[:, None]."
+            remedy = f"For one mask per sequence pass {name}[:, None]."
         raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
 
 

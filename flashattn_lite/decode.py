@@ -129,7 +129,8 @@ def attention_decode(
         softcap: in units of scaled scores, greater than 0.
         sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
         return_lse: also return lse.
-        backend: "auto", or "hopper", "triton", "tiled": that one runs or a `BackendError` says why not.
+        backend: "auto", or one of "hopper" (sm_90, many query rows), "triton" (split over the keys, any
+            GPU of Triton's), "tiled" (plain torch): it runs or a `BackendError` says why not.
 
     Returns:
         out `(B, Hq, L, Dv)` in q's dtype, or `(out, lse)`; lse is float32 `(B, Hq, L)`, natural log.

@@ -30,7 +30,7 @@ class Hopper:
             if rows < fewest:
                 reasons.append(
                     f"of head dims {problem.head_dim} and {problem.head_dim_v} it is for {fewest} or more query rows "
-                    f"a key/value head; this one has {rows}"
+                    f"per key/value head; this one has {rows}"
                 )
         return reasons
 

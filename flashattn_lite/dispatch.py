@@ -197,9 +197,12 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.backend} on {self.target.name}: {self.tile}"]
+        place = "earlier"
         for name, why in self.reasons.items():
-            if name != self.backend:
-                lines.append(f"  {name}: {'; '.join(why) if why else 'would run too, but comes later in preference'}")
+            if name == self.backend:
+                place = "later"
+            else:
+                lines.append(f"  {name}: {'; '.join(why) or f'would run too, comes {place} in preference'}")
         if self.gradients is not None:
             by = f"in plain torch: {'; '.join(self.gradients)}" if self.gradients else "by Triton's kernels"
             lines.append(f"  gradients {by}")

@@ -76,7 +76,7 @@ class Report:
             lines.append(f"  {rest} of other shapes")
         lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
         if len(lines) == 1:
-            lines.append("  nothing looked it up; who does not: help(flashattn_lite.replace_sdpa)")
+            lines.append("  nothing called it; what goes past it: help(flashattn_lite.replace_sdpa)")
         return "\n".join(lines)
 
     def _ran(

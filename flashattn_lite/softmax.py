@@ -26,7 +26,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     GPUs, and of a row whose elements lie apart, one block goes over its row twice, the second time from the L2 cache
     if it holds it. Longer rows (on that way past 2^18 elements), and rows of more than 512 that lie side by side in
     memory, take two reads and one write, in two launches. Rows that lie between 16-byte addresses are read by 16 bytes
-    all the same, up to 14 bytes of their neighbours' with them, which nothing is made of.
+    all the same, and what is their neighbours' of these is dropped.
 
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread

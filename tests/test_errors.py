@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite import dispatch
 from flashattn_lite.errors import BackendError
+from flashattn_lite.target import of
 from tests.refusals import assert_nothing_is_launched, assert_words
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
@@ -73,8 +75,8 @@ REFUSED = {
                    "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
     "mask of too many dims": (call(mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "mask: must be broadcastable to (batch, "),
     "mask of a row of keys": (call(mask=torch.ones(2, 7).bool()), ValueError, "(2, 4, 5, 7); got a tensor of shape (2, 7), "
-                              "bool, on cpu. For one row of keys a sequence pass mask[:, None, None, :]."),
-    "mask of a sequence": (call(mask=torch.ones(2, 5, 7)), ValueError, "For one mask a sequence pass mask[:, None]."),
+                              "bool, on cpu. For one row of keys per sequence pass mask[:, None, None, :]."),
+    "mask of a sequence": (call(mask=torch.ones(2, 5, 7)), ValueError, "For one mask per sequence pass mask[:, None]."),
     "mask dtype": (call(mask=torch.ones(5, 7).int()), TypeError, "mask: dtype must be bool (True = visible) or a float "
                    "that is added; got a tensor of shape (5, 7), int32, on cpu. Cast it first."),
     "mask kind": (call(mask=True), TypeError, "mask: must be a torch.Tensor or None; got True."),
@@ -191,6 +193,13 @@ def test_explain_says_what_runs_and_why_not():
     assert f"gradients in plain torch: {explanation.gradients[0]}" in str(explanation)
     with pytest.raises(ValueError, match="scale: must be finite"):
         fa.explain(Q, K, V, scale=float("nan"))
+
+
+def test_an_explanation_says_on_which_side_of_the_chosen_one_others_stand():
+    explanation = dispatch.Explanation("b", 1, of(Q.device), {"a": [], "b": [], "c": ["no"], "d": []})
+    a, c, d = str(explanation).splitlines()[1:]
+    assert a == "  a: would run too, comes earlier in preference" and c == "  c: no"
+    assert d == "  d: would run too, comes later in preference"
 
 
 def test_integers_of_numpy_are_integers():

@@ -124,7 +124,7 @@ def test_which_kernel_takes_a_cache(heads, rows, dim, dtype, chosen, keys):
 
 def test_why_not_says_for_how_many_rows_it_is(hopper_device):
     q, k, v = cache(hopper_device, heads=4, rows=8, dim=128, dtype=torch.bfloat16)
-    with pytest.raises(fa.BackendError, match=r"of head dims 128 and 128 it is for 17 or more query rows a key/value "):
+    with pytest.raises(fa.BackendError, match=r"of head dims 128 and 128 it is for 17 or more query rows per "):
         fa.attention_decode(q, k, v, int32([300, 20], hopper_device), backend="hopper")
 
 

@@ -31,7 +31,7 @@ ROOMS = [
     "dispatch flops",
     "calls ops softmax decode_backends",
     "api decode",
-    "sdpa replace integrations testing distributed",
+    "sdpa replace integrations testing",
 ]
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 FLOORS[""] = len(ROOMS)  # the public face
@@ -141,7 +141,7 @@ NEIGHBOURS = {
     ("kernels.decode_launch", "kernels.attention_launch"),
 }
 # Packages on one floor as a whole, whose files share their parts.
-SHARING = ("kernels.device", "integrations", "testing", "distributed")
+SHARING = ("kernels.device", "integrations", "testing")
 
 # Lines that are neither blank nor docstring (that is there for the caller, not for the reader of the code); of a
 # function its body: a kernel's signature has a line for each stride.

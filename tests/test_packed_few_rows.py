@@ -159,7 +159,7 @@ def problem_of(tokens, keys, most_q, most_k=None, group=4, **options):
         (4, None, "max_seqlen_q says that they are short; none was given"),
         (1, UNPROMISED, "allows 17"),
         (4, 4, ""),
-        (4, 5, "of packed sequences it is for 1 to 16 query rows a key/value head; max_seqlen_q allows 20"),
+        (4, 5, "of packed sequences it is for 1 to 16 query rows per key/value head; max_seqlen_q allows 20"),
         (16, 1, ""),
         (17, 1, "allows 17"),
         (4, 0, "allows 0"),

@@ -41,7 +41,7 @@ def register(name: str = "attn_lite") -> None:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2 and OPT give none), keys that indices choose
-            (DeepSeek), sinks a query, head dims above 256, and models that by transformers' account take neither
+            (DeepSeek), sinks per query, head dims above 256, and models that by transformers' account take neither
             torch's function nor others and ask for a mask (Bloom, MPT, CLAP). Of the rest of those, some end in a
             KeyError of their own (Falcon, GPT-Neo, SAM), and some run their own attention without a word (XLNet,
             DeBERTa, WavLM). Continuous batching is refused by transformers.

@@ -59,9 +59,11 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     rows = problem.group * problem.len_q
     keys = next((keys for most, keys in FEW_ROWS if rows <= most), None)
     if rows == 0 or keys is None:
-        reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows a key/value head; this one has {rows}")
+        reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows per key/value head; this one has {rows}")
     elif problem.len_k < keys:
-        reasons.append(f"of {rows} query rows a key/value head it takes {keys} keys or more; these are {problem.len_k}")
+        reasons.append(
+            f"with {rows} query rows per key/value head it takes {keys} keys or more; these are {problem.len_k}"
+        )
     return reasons
 
 
@@ -72,7 +74,7 @@ def why_not_packed(problem: AttentionProblem) -> list[str]:
     rows, most = problem.group * problem.promised_q, FEW_ROWS[0][0]
     if 0 < rows <= most:
         return []
-    return [f"of packed sequences it is for 1 to {most} query rows a key/value head; max_seqlen_q allows {rows}"]
+    return [f"of packed sequences it is for 1 to {most} query rows per key/value head; max_seqlen_q allows {rows}"]
 
 
 def as_promised(problem: AttentionProblem) -> AttentionProblem:

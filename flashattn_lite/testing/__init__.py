@@ -61,7 +61,7 @@ def check(
             `flashattn_lite.attention`, and only those that differ from their defaults. q (B, Hq, L, D),
             k (B, Hkv, S, D), v (B, Hkv, S, Dv); returns (out, lse). Without "lse" in features it is called without
             return_lse and returns out.
-        n: problems a law.
+        n: problems per law.
         laws: default ALL_LAWS; those that need a feature which is not given are left out.
         features: what attention knows, of `strategies.FEATURES`: "gqa", "causal", "q_start", "window", "scale",
             "softcap", "mask", "sinks", "kv_lens", "lse", "gradients"; and what it must stand, "strides" (other than

@@ -40,9 +40,9 @@ def update(m_i, l_i, s, scale):
     """Takes a tile of scores s [M, N] into the state [M]; s * scale in log2 units, masked as -inf, scale > 0.
 
     Returns (m_new, l_new, alpha, p [M, N]): the caller does acc = acc * alpha + p @ v.
-    Scale and subtraction are one fma: p is exact for the rounded reference m_new * 1, but its largest element
-    can pass 1 by 2^(ulp(m_new) / 2), which matters from |m_new| of 2^25 up. A caller that must be right there
-    multiplies first and passes scale = 1.
+    Scale and subtraction are one fma: p is exact for the rounded reference m_new, but its largest element can
+    be 2^(ulp(m_new) / 2) for 1: 2 at EXACT_M, more beyond. A caller that must be right there multiplies first and
+    passes scale = 1.
     """
     return update_to(m_i, l_i, tl.maximum(m_i, tl.max(s, 1) * scale), s, scale)
 

@@ -135,8 +135,10 @@ class Chunk:
         if self.dv is not None:
             add_product_(dv, p.mT, rows.d_out)
         ds = product(rows.d_out, v.mT).sub_(rows.delta.unsqueeze(-1)).mul_(p)
-        if not whole:
-            ds.masked_fill_(p == 0, 0.0)  # an unseen pair whose dP overflowed
+        if not whole:  # an unseen pair whose dP overflowed, or whose score, so that its slope is NaN
+            unseen = p == 0
+            ds.masked_fill_(unseen, 0.0)
+            slope = slope if slope is None else slope.masked_fill_(unseen, 0.0)
         if self.dmask is not None:
             self.add_mask_gradient(rows.tile, ds if pairs is None else ds.masked_fill(pairs, torch.nan), n)
         ds = ds if slope is None else ds.mul_(slope)

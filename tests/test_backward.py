@@ -43,6 +43,22 @@ def test_rows_whose_keys_all_have_a_mask_far_below(device, lowest, dtype, sinks)
         torch.testing.assert_close(ours.double(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_score_that_overflows_out_of_sight_leaves_gradients_alone(device, dtype, softcap):
+    """Of a key past the length, and of a large query with keys that it does not see, inf - inf is nobody's."""
+    large = torch.finfo(dtype).max / 2
+    q, k, v = (torch.randn(1, 1, 3, 2, device=device, dtype=dtype) for _ in range(3))
+    q[0, 0, 0], k[0, 0, 0], k[0, 0, 1] = large, 0.0, torch.tensor([3.0, -3.0])
+    for grad in gradients(fa.attention, (q, k, v), torch.ones_like(v), causal=True, softcap=softcap):
+        assert grad.isfinite().all()
+    q, k, v = (torch.randn(1, 1, n, 8, device=device, dtype=dtype) for n in (2, 4, 4))
+    k[:, :, 2:] = large
+    lens = torch.tensor([2], dtype=torch.int32, device=device)
+    for grad in gradients(fa.attention, (q, k, v), torch.ones_like(q), kv_lens=lens, softcap=softcap):
+        assert grad.isfinite().all()
+
+
 def test_gradients_of_float64_are_float64(device):
     """Also of scores in the hundreds, of whose lse a float32 keeps five digits behind the point."""
     tensors = qkv(device, torch.float64, scale=8.0)

@@ -12,9 +12,9 @@ from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import UNPROMISED, Inputs
-from flashattn_lite.scalars import as_int64
+from flashattn_lite.scalars import as_int64, diagonals_as_int64
 
-INTEGERS = ("q_start", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k")
+PROMISES = ("max_seqlen_q", "max_seqlen_k")
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
 
 TENSORS = (
@@ -74,7 +74,9 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
-    for name in INTEGERS:
+    at = NUM_TENSORS + OPTION_NAMES.index("q_start")
+    given[at : at + 3] = diagonals_as_int64(*given[at : at + 3])
+    for name in PROMISES:
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = as_int64(given[at])
     args = tuple(given)  # a kernel would take an int for another type of argument
@@ -125,7 +127,7 @@ def _no_second_derivative(*_: Any) -> None:
 def _no_forward_mode(*_: Any) -> None:
     raise NotImplementedError(
         "attention: forward-mode derivatives are not implemented; got one inside of another transform (a Hessian). "
-        "Call flashattn_lite.reference.attention_reference instead: plain torch, L x S scores in memory."
+        "Call flashattn_lite.reference's attention_reference instead: plain torch, L x S scores in memory."
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+FAR_OUT = 2**62  # of an integer in an op's 64 bits; sums of two still fit
 SYMBOLS = (torch.SymFloat, torch.SymInt)  # a compiler's numbers, which are not to be compared
 
 
@@ -42,4 +43,19 @@ def as_int(x: Any) -> Any:
 def as_int64(x: Any) -> Any:
     """`as_int`, kept in an op's 64 bits; what is further out is as far as can be, and kernels clamp much earlier."""
     whole = as_int(x)
-    return max(-(2**62), min(2**62, whole)) if isinstance(whole, int) else whole
+    return max(-FAR_OUT, min(FAR_OUT, whole)) if isinstance(whole, int) else whole
+
+
+def diagonals_as_int64(q_start: Any, left: Any, right: Any) -> tuple[Any, Any, Any]:
+    """q_start and a window's sides likewise, so that start - left and start + right stay what they are, or as far out.
+
+    Each by itself kept in 64 bits, two that are further out would give a diagonal between them.
+    """
+    start, left, right = as_int(q_start), as_int(left), as_int(right)
+    if any(isinstance(x, int) and abs(x) > FAR_OUT // 2 for x in (start, left, right)):
+        whole, near = start or 0, FAR_OUT // 2
+        kept = lambda x: max(-near, min(near, x))
+        start = start if start is None else kept(whole)
+        left = left if left is None else kept(whole) - kept(whole - left)
+        right = right if right is None else kept(whole + right) - kept(whole)
+    return start, left, right

@@ -95,7 +95,8 @@ class Sequences:
         lens = self.inputs.kv_lens
         if lens is None:
             return None
-        return (lens if self.batch is None else lens[self.batch]).clamp(0, self.k.shape[2])
+        most = min(self.k.shape[2], torch.iinfo(lens.dtype).max)
+        return (lens if self.batch is None else lens[self.batch]).clamp(0, most)
 
     def row_tiles(self, shape: TileShape) -> Iterator[list[RowTile]]:
         """The row tiles of one chunk of slots after the other."""

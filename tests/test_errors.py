@@ -202,6 +202,17 @@ def test_an_explanation_says_on_which_side_of_the_chosen_one_others_stand():
     assert d == "  d: would run too, comes later in preference"
 
 
+def test_diagonals_beyond_64_bits_are_those_of_the_formula():
+    """start - left and start + right, each far out alone, may meet."""
+    q, k, v = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 5, 1), torch.arange(5.0).view(1, 1, 5, 1)
+    seen = {(-(2**70), (None, 2**71)): 2.0, (2**70, (2**70 - 2, None)): 3.0, (3, (2**70, None)): 2.0,
+            (2**70, (2**65, None)): None, (-(2**70), (None, 2**70)): 0.0, (2**63, (2**63, 0)): 2.0,
+            (-(2**63), (0, 2**63 + 1)): 0.5}  # fmt: skip
+    for (start, window), mean in seen.items():
+        out, lse = fa.attention(q, k, v, q_start=start, window=window, return_lse=True)
+        assert (lse.item() == -torch.inf) if mean is None else out.item() == pytest.approx(mean)
+
+
 def test_integers_of_numpy_are_integers():
     np = pytest.importorskip("numpy")
     one, three, many = np.int64(1), np.int32(3), np.int64(50)

@@ -134,3 +134,12 @@ def test_what_the_first_rows_alone_see_stays_theirs_in_decoding(device, value):
     v[:, :, 247, 3] = value  # rows 0 and 1 see it
     out = run()
     assert torch.equal(out[:, :, 2:], before[:, :, 2:]) and not out[:, :, :2, 3].isfinite().any()
+
+
+def test_more_keys_than_a_length_counts():
+    """Lengths are int32, keys need not be."""
+    k = torch.randn(1, 1, 1, 4).expand(1, 1, 2**31, 4)
+    q, lens = torch.randn(1, 1, 1, 4), torch.tensor([5], dtype=torch.int32)
+    out = fa.attention(q, k, k, kv_lens=lens, backend="tiled")
+    torch.testing.assert_close(out, k[:, :, :1])
+    torch.testing.assert_close(fa.attention_decode(q, k, k, lens, causal=False, backend="tiled"), out)

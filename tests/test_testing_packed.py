@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashattn_lite.decode import attention_decode
 from flashattn_lite.reference import attention_reference, attention_varlen_reference
-from flashattn_lite.testing import PACKED_LAWS, check, check_decode, check_packed, decoding, packed
+from flashattn_lite.testing import PACKED_LAWS, check, check_decode, check_packed, decoding, matches_oracle, packed
 
 
 def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
@@ -67,8 +67,14 @@ def test_a_number_of_problems_that_is_none_is_refused(n):
      ({"dtypes": []}, "dtypes: must be a list of torch's float dtypes, one at least; got []"),
      ({"max_len": -1}, "max_len: must be an int from 0 up; got -1"),
      ({"max_heads": 0}, "max_heads: must be an int from 1 up; got 0"),
+     ({"max_dim": 257}, "max_dim: must be at most 256; got 257"),
+     ({"max_size": 3}, "max_size: is no size; got 3. Sizes are device, dtypes, max_batch, "),
+     ({"device": "meta"}, "device: must be one that holds numbers; got 'meta'"),
+     ({"laws": matches_oracle}, "laws: must be a list of functions law(attention, case); got "),
+     ({"laws": ["matches_oracle"]}, "laws: must be a list of functions law(attention, case); got ['matches_oracle']"),
+     ({"laws": []}, "laws: must hold one law at least; got []"),
      ({"features": "causal"}, "features: must be several names; got 'causal'. Pass ['causal'].")],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_sizes_that_are_none_are_named(options, text):
     for ask in (check, check_packed):
@@ -76,7 +82,33 @@ def test_sizes_that_are_none_are_named(options, text):
             ask(attention_reference, n=1, **options)
 
 
-@pytest.mark.parametrize("result", [None, torch.zeros(1), (torch.zeros(1),), (1, 2)], ids=str)
+def test_decoding_has_no_features():
+    with pytest.raises(ValueError, match="features: is no size"):
+        check_decode(attention_decode, features={"causal"})
+
+
+def test_who_has_an_lse_must_give_it():
+    def silent(attention):
+        return lambda *args, **options: (attention(*args, **options)[0], None)
+
+    for ask, attention in ((check, attention_reference), (check_packed, attention_varlen_reference)):
+        with pytest.raises(AssertionError, match="its lse is None"):
+            ask(silent(attention), features={"lse", "causal"}, n=1, shrink=False)
+
+
+def test_packed_attention_without_lse_is_enough():
+    def mine(q, k, v, cu_q, cu_k, *, causal=False):
+        return attention_varlen_reference(q, k, v, cu_q, cu_k, causal=causal)
+
+    known = {"causal", "gqa", "gradients", "strides"}
+    check_packed(mine, features=known, n=5, max_len=9, max_dim=17)
+    steep = lambda *args, **options: 2 * mine(*args, **options)
+    for law in PACKED_LAWS[:2]:
+        with pytest.raises(AssertionError):
+            check_packed(steep, laws=[law], features=known, n=50, shrink=False, max_len=9, max_dim=17)
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(1), (torch.zeros(1),), (1, 2), (torch.zeros(1), 3.0)], ids=str)
 def test_what_is_no_result_is_named(result):
     asked = (lambda attention: check(attention, n=1, shrink=False)), (lambda attention: check_packed(attention, n=1))
     for ask in asked:

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from flashattn_lite.errors import type_error, value_error
+from flashattn_lite.arguments import MAX_HEAD_DIM
+from flashattn_lite.errors import show, type_error, value_error
 from flashattn_lite.scalars import is_int
 from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
 from flashattn_lite.testing.decoding import DECODE_FEATURES, DECODE_LAWS, last_tokens
 from flashattn_lite.testing.laws import ALL_LAWS, matches_oracle
 from flashattn_lite.testing.oracle import Expected, assert_close_to_oracle, expect
 from flashattn_lite.testing.packed import PACKED_LAWS
+
+SIZES = ("device", "dtypes", "max_batch", "max_heads", "max_len", "max_dim")
 
 __all__ = [
     "ALL_LAWS",
@@ -73,16 +76,16 @@ def check(
 
     Raises:
         AssertionError: the law's message, with the place, the value, the bound and the problem.
-        ValueError, TypeError: for n, features and sizes.
+        ValueError, TypeError: for n, laws, features and sizes.
 
     >>> from flashattn_lite.reference import attention_reference
     >>> check(attention_reference, n=2, laws=[matches_oracle], max_len=5)
     """
     from flashattn_lite.testing.strategies import FEATURES, cases
 
-    known = _known(features, FEATURES, sizes)
-    asked = attention if "lse" in known else lambda *args, return_lse, **options: (attention(*args, **options), None)
-    for law in laws:
+    known, asked = _known(features, FEATURES), _asked(attention, features)
+    _check_sizes(sizes)
+    for law in _checked(laws):
         if getattr(law, "needs", frozenset()) <= known:
             _ask(functools.partial(law, asked), cases(features=known, **sizes), n, law, seed, shrink)
 
@@ -101,7 +104,7 @@ def check_packed(
 
     Args:
         attention_varlen: a callable with flashattn_lite.attention_varlen's signature; return_lse=True gives
-            out (total_q, Hq, Dv) and lse (Hq, total_q).
+            out (total_q, Hq, Dv) and lse (Hq, total_q). Without "lse" in features, out alone and no return_lse.
         laws: default PACKED_LAWS.
         n, features, seed, shrink, sizes: as `check`; sizes are those of `strategies.packed_cases`.
 
@@ -113,10 +116,11 @@ def check_packed(
     """
     from flashattn_lite.testing.strategies import FEATURES, packed_cases
 
-    known = _known(features, FEATURES, sizes)
-    for law in laws:
+    known, asked = _known(features, FEATURES), _asked(attention_varlen, features)
+    _check_sizes(sizes)
+    for law in _checked(laws):
         if getattr(law, "needs", frozenset()) <= known:
-            _ask(functools.partial(law, attention_varlen), packed_cases(features=known, **sizes), n, law, seed, shrink)
+            _ask(functools.partial(law, asked), packed_cases(features=known, **sizes), n, law, seed, shrink)
 
 
 def check_decode(
@@ -145,12 +149,34 @@ def check_decode(
 
     _check_sizes(sizes)
     problems = cases(features=DECODE_FEATURES, **sizes).filter(lambda case: case.q.shape[2] > 0).map(last_tokens)
-    for law in laws:
+    for law in _checked(laws):
         _ask(functools.partial(law, attention_decode), problems, n, law, seed, shrink)
 
 
-def _known(features: Collection[str] | None, every: frozenset[str], sizes: dict[str, Any]) -> frozenset[str]:
-    _check_sizes(sizes)
+def _asked(attention: Callable[..., Any], features: Collection[str] | None) -> Callable[..., Any]:
+    """The attention as laws call it: with an lse that is a tensor, or None where it does not know "lse"."""
+    if features is not None and "lse" not in features:
+        return lambda *args, return_lse, **options: (attention(*args, **options), None)
+
+    def with_lse(*args: Any, **options: Any) -> Any:
+        result = attention(*args, **options)
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            assert result[1] is not None, "with return_lse=True it must return (out, lse); its lse is None"
+        return result
+
+    return with_lse
+
+
+def _checked(laws: Iterable[Callable[..., None]]) -> tuple[Callable[..., None], ...]:
+    asked = tuple(laws) if isinstance(laws, Iterable) else ()
+    if not isinstance(laws, Iterable) or not all(map(callable, asked)):
+        raise type_error("laws", "must be a list of functions law(attention, case)", laws, "Pass [matches_oracle].")
+    if not asked:
+        raise value_error("laws", "must hold one law at least", laws, "With none nothing would be asked.")
+    return asked
+
+
+def _known(features: Collection[str] | None, every: frozenset[str]) -> frozenset[str]:
     if isinstance(features, str):
         raise type_error("features", "must be several names", features, f"Pass [{features!r}].")
     known = every if features is None else frozenset(features)
@@ -167,11 +193,17 @@ def _check_sizes(sizes: dict[str, Any]) -> None:
             "dtypes", "must be a list of torch's float dtypes, one at least", dtypes, "Pass [torch.float32], say."
         )
     for name, most in sizes.items():
+        if name not in SIZES:
+            raise ValueError(f"{name}: is no size; got {show(most)}. Sizes are {', '.join(SIZES)}.")
         least = 0 if name == "max_len" else 1
         if name.startswith("max_") and (not is_int(most) or most < least):
             raise value_error(
                 name, f"must be an int from {least} up", most, "It is the largest that a problem may have."
             )
+    if sizes.get("max_dim", 1) > MAX_HEAD_DIM:
+        raise value_error("max_dim", f"must be at most {MAX_HEAD_DIM}", sizes["max_dim"], "The oracle takes no more.")
+    if torch.device(sizes.get("device", "cpu")).type == "meta":
+        raise value_error("device", "must be one that holds numbers", sizes["device"], "Pass 'cpu' or 'cuda'.")
 
 
 def _ask(

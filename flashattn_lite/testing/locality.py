@@ -90,7 +90,7 @@ def packed_neighbours_are_irrelevant(attention_varlen: Attention, case: PackedCa
         q[rows], k[keys], v[keys] = case.q[rows], case.k[keys], case.v[keys]
         among, lse_among = run_packed(attention_varlen, case.replace(q=q, k=k, v=v))
         what = f"rows {rows.start} to {rows.stop} among sequences of NaN"
-        assert_same_bits((among[rows], lse_among[:, rows]), (out[rows], lse[:, rows]), what, case)
+        assert_same_bits(_rows((among, lse_among), rows), _rows((out, lse), rows), what, case)
 
 
 def packed_slot_is_irrelevant(attention_varlen: Attention, case: PackedCase) -> None:
@@ -98,7 +98,7 @@ def packed_slot_is_irrelevant(attention_varlen: Attention, case: PackedCase) -> 
     out, lse = run_packed(attention_varlen, case)
     for b, (rows, _) in enumerate(case.sequences()):
         alone = run_packed(attention_varlen, case.sequence(b))
-        assert_same_bits(alone, (out[rows], lse[:, rows]), f"packed sequence {b} alone", case)
+        assert_same_bits(alone, _rows((out, lse), rows), f"packed sequence {b} alone", case)
 
 
 def _ignores_unseen(attention: Attention, case: Case, garbage: float) -> None:
@@ -118,6 +118,10 @@ def _ignores_unseen(attention: Attention, case: Case, garbage: float) -> None:
 
 def _row(result: Result, i: int) -> Result:
     return result[0][:, :, i], None if result[1] is None else result[1][:, :, i]
+
+
+def _rows(packed: Result, rows: slice) -> Result:
+    return packed[0][rows], None if packed[1] is None else packed[1][:, rows]
 
 
 def _sequence(result: Result, b: int) -> Result:

@@ -23,13 +23,16 @@ def run_packed(attention_varlen: Attention, case: PackedCase) -> Result:
     out, lse = pair(attention_varlen(case.q, case.k, case.v, *lens, **case.options(), return_lse=True), case)
     total, heads, dim = case.q.shape[0], case.q.shape[1], case.v.shape[2]
     assert tuple(out.shape) == (total, heads, dim), f"out must have shape {(total, heads, dim)}; got {tuple(out.shape)}"
-    assert tuple(lse.shape) == (heads, total), f"lse must have shape {(heads, total)}; got {tuple(lse.shape)} in {case}"
+    if lse is not None:
+        shape = tuple(lse.shape)
+        assert shape == (heads, total), f"lse must have shape {(heads, total)}; got {shape} in {case}"
     return out, lse
 
 
 def pair(result: object, case: object) -> Result:
     """What an attention returned, if it is (out, lse)."""
     two = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[0], Tensor)
+    two = two and (result[1] is None or isinstance(result[1], Tensor))  # type: ignore[index]
     assert two, f"with return_lse=True it must return (out, lse); got {show(result)} in {case}"
     return result[0], result[1]  # type: ignore[index]
 

@@ -143,10 +143,13 @@ def _recall(
 def _number(x: Any) -> Any:
     """A number as torch's function takes it: a flag, or a tensor of no dimension (whose GPU is waited for), too.
 
-    Not one that wants a gradient, which would be lost without a word.
+    Not one that wants a gradient, which would be lost without a word. A compiler makes a NumPy array of no dimension of
+    NumPy's numbers (1 / np.sqrt(64), say), in code that it then leaves to Python.
     """
     if isinstance(x, bool):
         return float(x)
+    if type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and x.dtype.kind in "fiu":
+        return x.item()
     if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad:
         return x
     return x if not torch.compiler.is_compiling() and arguments.transformed(x) else x.item()

@@ -206,6 +206,14 @@ def test_numbers_of_numpy_are_numbers():
     assert torch.equal(got, fa.scaled_dot_product_attention(x, x, x, scale=float(np.float32(0.3))))
 
 
+def test_a_number_that_a_compiler_takes_from_numpy_is_one():
+    def attend(x):
+        return fa.scaled_dot_product_attention(x, x, x, scale=0.5 / np.sqrt(x.shape[-1]))
+
+    x = torch.randn(1, 2, 5, 8)
+    assert torch.equal(torch.compile(attend, backend="eager")(x), attend(x))
+
+
 def test_meta_tensors_have_shapes():
     x = torch.empty(2, 3, 5, 8, device="meta")
     out = fa.scaled_dot_product_attention(x, x[:, :, :4], x[:, :, :4, :6], is_causal=True)

@@ -74,7 +74,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in ("scale", "softcap"):  # the schema's floats
         at = NUM_TENSORS + OPTION_NAMES.index(name)
         given[at] = None if given[at] is None else float(given[at])
-    at = NUM_TENSORS + OPTION_NAMES.index("q_start")
+    at = NUM_TENSORS + OPTION_NAMES.index("q_start")  # and behind it a window's two sides
     given[at : at + 3] = diagonals_as_int64(*given[at : at + 3])
     for name in PROMISES:
         at = NUM_TENSORS + OPTION_NAMES.index(name)

@@ -83,7 +83,8 @@ def check(
     """
     from flashattn_lite.testing.strategies import FEATURES, cases
 
-    known, asked = _known(features, FEATURES), _asked(attention, features)
+    known = _known(features, FEATURES)
+    asked = _asked(attention, known)
     _check_sizes(sizes)
     for law in _checked(laws):
         if getattr(law, "needs", frozenset()) <= known:
@@ -116,7 +117,8 @@ def check_packed(
     """
     from flashattn_lite.testing.strategies import FEATURES, packed_cases
 
-    known, asked = _known(features, FEATURES), _asked(attention_varlen, features)
+    known = _known(features, FEATURES)
+    asked = _asked(attention_varlen, known)
     _check_sizes(sizes)
     for law in _checked(laws):
         if getattr(law, "needs", frozenset()) <= known:
@@ -153,9 +155,9 @@ def check_decode(
         _ask(functools.partial(law, attention_decode), problems, n, law, seed, shrink)
 
 
-def _asked(attention: Callable[..., Any], features: Collection[str] | None) -> Callable[..., Any]:
-    """The attention as laws call it: with an lse that is a tensor, or None where it does not know "lse"."""
-    if features is not None and "lse" not in features:
+def _asked(attention: Callable[..., Any], known: frozenset[str]) -> Callable[..., Any]:
+    """The attention as laws call it: with an lse, or with None for one where it does not know "lse"."""
+    if "lse" not in known:
         return lambda *args, return_lse, **options: (attention(*args, **options), None)
 
     def with_lse(*args: Any, **options: Any) -> Any:

@@ -49,8 +49,11 @@ def as_int64(x: Any) -> Any:
 def diagonals_as_int64(q_start: Any, left: Any, right: Any) -> tuple[Any, Any, Any]:
     """q_start and a window's sides likewise, so that start - left and start + right stay what they are, or as far out.
 
-    Each by itself kept in 64 bits, two that are further out would give a diagonal between them.
+    Each by itself kept in 64 bits, two that are further out would give a diagonal between them. So they are in compiled
+    code, whose symbols are not to be compared.
     """
+    if torch.compiler.is_compiling():
+        return as_int64(q_start), as_int64(left), as_int64(right)
     start, left, right = as_int(q_start), as_int(left), as_int(right)
     if any(isinstance(x, int) and abs(x) > FAR_OUT // 2 for x in (start, left, right)):
         whole, near = start or 0, FAR_OUT // 2

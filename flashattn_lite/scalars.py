@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-FAR_OUT = 2**62  # of an integer in an op's 64 bits; sums of two still fit
+FAR_OUT = 2**62  # as far out as an integer may be in an op's 64 bits
 SYMBOLS = (torch.SymFloat, torch.SymInt)  # a compiler's numbers, which are not to be compared
 
 

@@ -97,6 +97,18 @@ def test_attention_was_measured_again():
     assert f"by {100 * min(led):.1f} to {max(led):.1%}." in text
 
 
+def test_odd_rows_were_measured_again():
+    text, rows = " ".join(PAGE.split()), tables.results()("softmax_odd")
+    assert {row["commit"] for row in rows} == set(re.findall(r"H200 \((\w+), `softmax_odd.csv`\)", text))
+    shares = [
+        " / ".join(f"{cell[tables.OURS] / cell[ceiling]:.2f}" for cell in pair)
+        for op, ceiling in (("softmax", "copy"), ("softmax_stats", "read"))
+        for _, pair in tables.bandwidths(rows, op)
+    ]
+    softmax = "of a copy: 8192 x 50257 {}, 32768 x 4097 {}; of a read, statistics: {}, {} (bf16 / float32)."
+    assert softmax.format(*shares) in text
+
+
 def test_the_aims_are_compared_with_the_results_of_an_h100():
     lines = PAGE.partition("| aim | reached there |")[2].partition("\n\n")[0].splitlines()[2:]
     read = tables.results(H100)

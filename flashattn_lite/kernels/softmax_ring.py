@@ -187,7 +187,7 @@ def ring_kernel(
         if unit < units:
             start, window = slot_of(unit, cols, sizes, x_strides, COLS, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
             if not EVEN:
-                clear(x_ptr, start, ring, i % SLOTS, window, CHUNKS, WORDS, BETWEEN, WIDTH, DTYPE, TILE)
+                clear(x_ptr + start, ring, i % SLOTS, window, CHUNKS, WORDS, ALIGN, BETWEEN, WIDTH, DTYPE, TILE)
             offer_state(ring, i % SLOTS, window, rooms,
                         CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, True)  # fmt: skip
         if PARTS > 1:

@@ -6,10 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashattn_lite.kernels.device.state import LOG2E, reference, weights
-from flashattn_lite.kernels.gluon_names import barrier
+from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.softmax_exchange import of_all, offsets
 from flashattn_lite.kernels.softmax_tiles import larger_bfloat16, larger_float16, tops, widen
-from flashattn_lite.kernels.softmax_window import chunk_of, completed, store_between, turned, within
+from flashattn_lite.kernels.softmax_window import by_element, chunk_of, store_between, turned, within
 
 
 @gluon.jit
@@ -45,13 +45,13 @@ def loaded(source, at, window, c: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.
         return source[c].index(at).load(TILE)
     else:
         ptr, offs_w = source + at + c * (WORDS // CHUNKS), offsets(WORDS // CHUNKS, TILE)
+        part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
         if EVEN:
             return gl.load(ptr + offs_w)
+        elif BETWEEN:
+            return by_element(ptr, offs_w, part, WIDTH, DTYPE)
         else:
-            part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
             x = gl.load(ptr + offs_w, mask=offs_w < part[2], other=0)
-            if BETWEEN:
-                x = completed(x, ptr, part, WIDTH, TILE)
             return within(x, part, DTYPE, BETWEEN, TILE)
 
 
@@ -88,17 +88,37 @@ def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.const
 
 
 @gluon.jit
-def clear(x_ptr, start, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, BETWEEN: gl.constexpr,
-          WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """Into a unit's slot of the ring what its copy could not bring, and -inf for what is not the unit's."""
+def clear(ptr, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, ALIGN: gl.constexpr,
+          BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+    """-inf for what is not the unit's in its slot of the ring, and what its copy from ptr could not bring."""
     for c in gl.static_range(CHUNKS):
         part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
         if (part[0] > 0) | (part[1] < WORDS // CHUNKS * WIDTH):
             slot = ring[c].index(at)
-            x = slot.load(TILE)
-            if BETWEEN:
-                x = completed(x, x_ptr + start + c * (WORDS // CHUNKS), part, WIDTH, TILE)
-            slot.store(within(x, part, DTYPE, BETWEEN, TILE))
+            slot.store(within(slot.load(TILE), part, DTYPE, BETWEEN, TILE))
+    if BETWEEN:
+        complete(ptr, ring, at, window, CHUNKS, WORDS, WIDTH, ALIGN // WIDTH, DTYPE)
+
+
+@gluon.jit
+def complete(ptr, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, WIDTH: gl.constexpr,
+             VECTOR: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """Of the one unit that ends where x ends within 16 bytes: these, VECTOR words, into its slot of the ring.
+
+    Behind a branch, and no tile in registers, because all units come by: a tile completed in registers took 4 to 8% of
+    softmax's time (docs/experiments.md).
+    """
+    _, end, words = window
+    if words * WIDTH < end:
+        ROW: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [gl.num_warps()], [0])
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        VECTORS: gl.constexpr = WORDS // CHUNKS // VECTOR
+        last = by_element(ptr, words + gl.arange(0, VECTOR, layout=ROW), window, WIDTH, DTYPE)
+        at_vector = words // VECTOR
+        for c in gl.static_range(CHUNKS):
+            if (at_vector >= c * VECTORS) & (at_vector < (c + 1) * VECTORS):
+                slot = reinterpret(ring[c].index(at), last.dtype, [VECTORS, VECTOR], FLAT)
+                slot.index(at_vector - c * VECTORS).store(last)
 
 
 @gluon.jit

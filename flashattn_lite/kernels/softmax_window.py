@@ -65,18 +65,25 @@ def chunk_of(window, c: gl.constexpr, CHUNK: gl.constexpr, WIDTH: gl.constexpr):
     return lead - c * CHUNK * WIDTH, end - c * CHUNK * WIDTH, words - c * CHUNK
 
 
+@gluon.constexpr_function
+def nothing(dtype):
+    """A word whose elements are -inf, which adds 0 to a sum."""
+    return {gl.bfloat16: NOTHING_BFLOAT16, gl.float16: NOTHING_FLOAT16}.get(dtype, float("-inf"))
+
+
 @gluon.jit
-def completed(x, ptr, window, WIDTH: gl.constexpr, TILE: gl.constexpr):
-    """Words x of a chunk that starts at ptr, with the elements between the window's words and its end, if any."""
-    _, end, words = window
-    if words * WIDTH < end:
-        offs_w = offsets(x.shape[0] * x.shape[1], TILE)
-        missing = (offs_w >= words) & (offs_w < end // WIDTH)
-        x = gl.where(missing, gl.load(ptr + offs_w, mask=missing, other=0), x)
-        if WIDTH == 2:  # an odd element is half a word
-            last = gl.load(ptr.to(gl.pointer_type(gl.int16)) + (end - 1)).to(gl.int32)
-            x = gl.where(2 * offs_w + 1 == end, last, x)
-    return x
+def by_element(ptr, offs_w, window, WIDTH: gl.constexpr, dtype: gl.constexpr):
+    """Words offs_w behind ptr, loaded element by element where these are the unit's; -inf for all others."""
+    lead, end, _ = window
+    ptrs, offs_n = ptr + offs_w, offs_w * WIDTH
+    here = (offs_n >= lead) & (offs_n < end)
+    if WIDTH == 2:
+        HALF: gl.constexpr = nothing(dtype) >> 16
+        ptrs, odd = ptr.to(gl.pointer_type(gl.int16)) + offs_n, (offs_n + 1 >= lead) & (offs_n + 1 < end)
+        low, high = gl.load(ptrs, mask=here, other=HALF), gl.load(ptrs + 1, mask=odd, other=HALF)
+        return (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
+    else:
+        return gl.load(ptrs, mask=here, other=nothing(dtype))
 
 
 @gluon.jit
@@ -84,12 +91,7 @@ def within(x, window, dtype: gl.constexpr, BETWEEN: gl.constexpr, TILE: gl.const
     """Words x [WARPS, N] of a chunk, with -inf, which adds 0 to a sum, for elements that are not the unit's."""
     lead, end, words = window
     offs_w = offsets(x.shape[0] * x.shape[1], TILE)
-    if dtype == gl.bfloat16:
-        beyond: gl.constexpr = NOTHING_BFLOAT16
-    elif dtype == gl.float16:
-        beyond: gl.constexpr = NOTHING_FLOAT16
-    else:
-        beyond: gl.constexpr = float("-inf")
+    beyond: gl.constexpr = nothing(dtype)
     if not BETWEEN:
         return gl.where(offs_w < words, x, beyond)
     elif x.dtype == gl.int32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks import provenance, tables
-from tests.test_published import H100, H100_TRITON_39, PAGE
+from tests.test_published import H100, H200_TRITON_39, PAGE
 
 README = (provenance.ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -49,7 +49,7 @@ def test_the_readme_has_the_results():
     ) in text
     assert f"causal, 512 keys ({tables.to_best(cells[furthest]):.2f})" in text
 
-    rows = tables.results(H100_TRITON_39)("attention")
+    rows = tables.results(H200_TRITON_39)("attention")
     cells = tables.attention_cells(rows, "bf16")
     cudnn, rival, ahead = tables.summary(cells)
     assert {row["triton"] for row in rows} == {"3.9.0"}

@@ -67,7 +67,7 @@ def test_no_part_of_a_short_sequence_is_passed_over(seed, right, on_integers, mo
     section, early = sections(problem, heads, num_m, H200)
     sizes = Record(num_m=num_m, heads=heads, all_heads=len(parts) * heads, section=section, early=early,
                    row_tiles=row_tiles)  # fmt: skip
-    F, T = Record(right=right, varlen=False), Record(FOLDS=chain > 1, CHAIN=chain)
+    F, T = Record(right=right, varlen=False), Record(OWNED=chain)
 
     def span_of(tile, *_):
         b, _, block_m = place.fn(tile, sizes, F)

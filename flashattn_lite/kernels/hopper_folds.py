@@ -52,7 +52,7 @@ def chain_of(part, T: gl.constexpr):
 
 
 @gluon.jit
-def room_of(o_s, chain, i: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
+def waiting_room(o_s, chain, i: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
     """Where the i-th piece of a consumer's acc_c waits, float32 [64, BLOCK_DV]: in the room that its O leaves by."""
     rooms = reinterpret(o_s, gl.float32, [T.WARPGROUPS * T.CHAINS * T.V_PIECES, ROWS, T.BLOCK_DV], ROOM)
     return rooms.index((WG * T.CHAINS + chain) * T.V_PIECES + i)
@@ -64,7 +64,7 @@ def keep(acc, chain, o_s, WG: gl.constexpr, T: gl.constexpr):
     PIECES: gl.constexpr = T.V_PIECES
     if T.FOLDS_IN_ROOM:
         for i in gl.static_range(PIECES):
-            room_of(o_s, chain, i, WG, T).store(acc[i])
+            waiting_room(o_s, chain, i, WG, T).store(acc[i])
         return ()
     else:
         return acc
@@ -77,7 +77,7 @@ def kept(acc_c, chain, o_s, WG: gl.constexpr, T: gl.constexpr):
     pieces = ()
     if T.FOLDS_IN_ROOM:
         for i in gl.static_range(PIECES):
-            pieces = pieces + (room_of(o_s, chain, i, WG, T).load(T.O_LAYOUT),)
+            pieces = pieces + (waiting_room(o_s, chain, i, WG, T).load(T.O_LAYOUT),)
         return pieces
     else:
         return acc_c

@@ -49,7 +49,7 @@ def copy(desc, index, full, ring, at, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def pages_of(key, task, args, T: gl.constexpr):
+def pages_of_tile(key, task, args, T: gl.constexpr):
     """The pages of a tile of keys, from `key` of its part on; past the part's end -1, of which 0 is read."""
     KEYS: gl.constexpr = min(T.PAGE, T.BLOCK_N)
     entries = args.table_ptr + task.b.to(gl.int64) * args.table_stride + (task.start_k + key) // T.PAGE
@@ -83,7 +83,7 @@ def copy_tile(task, i, it, desc, full, ring, empty, LATER: gl.constexpr, PIECES:
     at, _ = stage(it + i, T)
     key = key_start(i, task, F, T)
     if T.PAGE > 0:  # they are on their way while it waits
-        pages = pages_of(key, task, args, T)
+        pages = pages_of_tile(key, task, args, T)
     if empty is not None:
         room, phase = stage(it + i + LATER, T)
         mbarrier.wait(empty.index(room), phase ^ 1)

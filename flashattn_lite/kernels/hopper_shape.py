@@ -95,6 +95,11 @@ class HopperTile:
         )
 
     @property
+    def OWNED(self) -> int:
+        """Parts in one of the chains that a task has with FOLDS; else its one part."""
+        return self.CHAIN if self.FOLDS else 1
+
+    @property
     def LEAVES(self) -> int:
         """How many times O_WIDTH columns of O leave."""
         return self.V_PIECES * self.BLOCK_DV // self.O_WIDTH

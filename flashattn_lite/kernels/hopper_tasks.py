@@ -135,9 +135,8 @@ def span_of(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
     first_tile, each, past = b * 0, b * 0, b * 0 + 1
     if T.SPLIT > 0:
         first_tile, tiles, each = splits_of(seen_lo, seen_hi, T)
-        OWNED: gl.constexpr = T.CHAIN if T.FOLDS else 1
-        part *= OWNED
-        past = gl.minimum((tiles + each - 1) // each, part + OWNED * T.CHAINS)
+        part *= T.OWNED
+        past = gl.minimum((tiles + each - 1) // each, part + T.OWNED * T.CHAINS)
         if not may_be_empty(F, T):
             past = gl.maximum(past, part + 1)
     first = block_m * (ROWS * T.WARPGROUPS // T.PACK)
@@ -206,8 +205,7 @@ def past_empty(tile, sizes, args, F: gl.constexpr, T: gl.constexpr):
         POSITIONS: gl.constexpr = ROWS * T.WARPGROUPS // T.PACK
         empty, present = span.first >= span.len_q, (span.len_q + POSITIONS - 1) // POSITIONS
     else:
-        OWNED: gl.constexpr = T.CHAIN if T.FOLDS else 1
-        empty, present = part >= span.past, (span.past + OWNED - 1) // OWNED * sizes.row_tiles
+        empty, present = part >= span.past, (span.past + T.OWNED - 1) // T.OWNED * sizes.row_tiles
     # Heads of a section are a sequence's, so that theirs are neighbours; not so of the last, see `sections`.
     before = tile // (sizes.section * sizes.num_m) * sizes.section
     past = sizes.num_m

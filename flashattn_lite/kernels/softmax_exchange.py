@@ -22,7 +22,7 @@ def offsets(COLS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def room_of(dtype: gl.constexpr):
+def warp_room(dtype: gl.constexpr):
     """Room for a value that each warp has for the others. One each: Triton would put barriers between stores to one."""
     return gl.allocate_shared_memory(dtype, [gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 

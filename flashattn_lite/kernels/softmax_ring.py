@@ -58,8 +58,8 @@ from flashattn_lite.kernels.softmax_exchange import (
     offer,
     offsets,
     publish,
-    room_of,
     taken,
+    warp_room,
 )
 from flashattn_lite.kernels.softmax_unit import clear, offer_state, write
 from flashattn_lite.kernels.softmax_window import chunk_of, slot_of, start_of
@@ -166,10 +166,10 @@ def ring_kernel(
     x_strides, y_strides = (stride_x0, stride_x1, stride_xr, lead_x), (stride_y0, stride_y1, stride_yr, lead_y)
     x_ptr, y_ptr = gl.multiple_of(x_ptr - lead_x, 16).to(gl.pointer_type(WORD)), y_ptr - lead_y
     ring, sizes = ring_of(WORD, SLOTS, WORDS, CHUNKS), (splits, size_1, size_r, vectors_x)
-    rooms = (room_of(gl.float32), room_of(gl.float32), room_of(gl.float32))
+    rooms = (warp_room(gl.float32), warp_room(gl.float32), warp_room(gl.float32))
     if PARTS > 1:
-        row_rooms = (room_of(gl.float32), room_of(gl.float32), room_of(gl.int32))
-        number_s = room_of(gl.int32)
+        row_rooms = (warp_room(gl.float32), warp_room(gl.float32), warp_room(gl.int32))
+        number_s = warp_room(gl.int32)
     first, programs = gl.program_id(0), gl.num_programs(0)
     i, numbers = 0, first_numbers(first, programs, LAG, AHEAD)
     for j in gl.static_range(AHEAD):

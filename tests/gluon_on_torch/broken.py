@@ -87,9 +87,9 @@ BROKEN = {
         "hopper_again", "        if (part % (T.CHAIN * T.CHAINS) == 0) & (second == 0):\n", "        if False:\n"),
     "a chain goes on from the one before": (
         "hopper_again", "if (part % (T.CHAIN * T.CHAINS) == 0) &", "if (part == 0) &"),
-    "chains begin at the first part": ("hopper_tasks", "        part *= OWNED\n", ""),
+    "chains begin at the first part": ("hopper_tasks", "        part *= T.OWNED\n", ""),
     "a chain ends with all parts": (
-        "hopper_tasks", "gl.minimum((tiles + each - 1) // each, part + OWNED * T.CHAINS)",
+        "hopper_tasks", "gl.minimum((tiles + each - 1) // each, part + T.OWNED * T.CHAINS)",
         "(tiles + each - 1) // each"),
     "pages past the room are looked up": (
         "hopper_producer", "mask=key + i * KEYS < task.len_k, other=-1", ""),

@@ -3,8 +3,8 @@
 A slot begins at a 16-byte address. Where rows do too, a unit is its slot's COLS elements. BETWEEN: where they do not, a
 unit is elements `lead` to `end` of its slot, and by 16 bytes shorter; what else its first and last 16 bytes hold is its
 neighbours', read and replaced by -inf. What lies behind x is nobody's: where x ends within 16 bytes, its elements among
-them come by loads of their own (`completed`). All the same a row has the same bits wherever it lies: a maximum knows no
-order, and a thread's sums, one for each place in a chunk, are taken in the places that they would have with lead 0
+them come by loads of their own (`by_element`). All the same a row has the same bits wherever it lies: a maximum knows
+no order, and a thread's sums, one for each place in a chunk, are taken in the places that they would have with lead 0
 (`turned`). What a turn takes around the end is a chunk late: its first summand is 0 then.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
-from flashattn_lite.scalars import SYMBOLS, is_int, is_number, negative, plain
+from flashattn_lite.scalars import SYMBOLS, is_finite, is_int, is_number, negative, plain, unless_known
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -161,11 +160,11 @@ def check_options(
                 if x.requires_grad and name == "scale":
                     remedy = "It would get no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."
             raise type_error(name, "must be a float or None", x, remedy)
-        if not -math.inf < x < math.inf:
+        if not is_finite(x):
             raise value_error(name, "must be finite", x, remedy)
         if not isinstance(x, SYMBOLS) and abs(plain(x)) > FLOAT32.max / 2:  # kernels take it in units of log2
             raise value_error(name, "must be finite in float32", x, remedy)
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not unless_known(softcap > 0):
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if softcap is not None and not isinstance(softcap, SYMBOLS) and plain(softcap) < FLOAT32.tiny:
         raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
@@ -215,7 +214,7 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
 
 def is_causal_bias(mask: object) -> bool:
     """Whether it is a torch.nn.attention.bias.CausalBias: a tensor of nothing, whose meaning is in its attributes."""
-    return type(mask).__name__ == "CausalBias"
+    return (type(mask).__module__, type(mask).__name__) == ("torch.nn.attention.bias", "CausalBias")
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:

@@ -32,6 +32,7 @@ def show(value: object) -> str:
     if isinstance(value, (tuple, list)):
         parts = [*map(show, value[:SHOWN]), *(["..."] if len(value) > SHOWN else [])]
         inside = ", ".join(parts) + ("," if isinstance(value, tuple) and len(value) == 1 else "")
+        inside = inside if len(inside) <= SHOWN * WIDTH else f"{inside[: SHOWN * WIDTH]}..."  # of lists in lists
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and torch.compiler.is_compiling():
         return "a number"  # which the compiler may not know yet: then it has no text

@@ -89,9 +89,10 @@ class Report:
                 self.others += 1
             return
         q, k, v = map(_shape, (query, key, value))
-        mask = None if attn_mask is None else _shape(attn_mask)
-        transformed = calls.watched() or type(query) not in (Tensor, torch.nn.Parameter)
-        kind = Kind(q, k, v, query.dtype, query.device.type, mask, is_causal, transformed)
+        mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) else None
+        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        transformed = calls.watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
+        kind = Kind(q, k, v, query.dtype, query.device.type, mask, bool(is_causal), transformed)
         backend = "under a transform"
         if not transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -170,6 +171,16 @@ def _take_out(standing: _Standing) -> None:
     standing.alive = False
     while (top := _at(F.scaled_dot_product_attention)) is not None and not top.alive:
         F.scaled_dot_product_attention = top.before
+    # Who still calls it, or one above it, does not come by all that ever stood there.
+    _pass_over_ended(standing)
+    while top is not None:
+        _pass_over_ended(top)
+        top = _at(top.before)
+
+
+def _pass_over_ended(standing: _Standing) -> None:
+    while (below := _at(standing.before)) is not None and not below.alive:
+        standing.before = below.before
 
 
 @contextmanager

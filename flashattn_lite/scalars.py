@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Rational, Real
 from typing import Any
 
@@ -33,6 +34,26 @@ def negative(x: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(x < 0)
+
+
+def unless_known(condition: Any) -> bool:
+    """A comparison of a number; of one that a compiler does not know yet (`.item()` of what it traces), True."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
+def is_finite(x: Any) -> bool:
+    """Of one that a compiler does not know yet, True: it can't even ask whether it is below infinity.
+
+    So what asks next is what breaks the graph there, as torch's own function does.
+    """
+    if torch.compiler.is_compiling():
+        most = torch.finfo(torch.float32).max
+        return unless_known(x >= -most) and unless_known(x <= most)
+    return bool(-math.inf < x < math.inf)
 
 
 def as_int(x: Any) -> Any:

@@ -18,6 +18,7 @@ from flashattn_lite.scalars import is_number
 from flashattn_lite.tiles import autocasts, lowered
 
 NAMES = ("query", "key", "value")
+Tensors = tuple[Tensor, Tensor, Tensor]
 Diagonal = tuple[bool, int | None]  # attention's causal and q_start
 
 
@@ -105,12 +106,13 @@ def _checked(
     diagonal: Diagonal = (is_causal, 0 if is_causal else None)
     if is_causal_bias(attn_mask) and not is_causal:
         diagonal, attn_mask = _diagonal_of(attn_mask, query, key), None
+    given = query, key, value
     # torch's function is on autocast's list of those that run in the lower precision; so is this one.
     query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
     _check_mask(attn_mask, query, is_causal)
     rank = max(query.dim(), key.dim(), value.dim(), 3)
     q, k, v = (x.reshape((1,) * (rank - x.dim()) + x.shape) for x in (query, key, value))
-    q, k, v = _broadcast(q, k, v, enable_gqa)
+    q, k, v = _broadcast(q, k, v, given, enable_gqa)
     mask = attn_mask
     if mask is not None:
         mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
@@ -150,7 +152,7 @@ def _number(x: Any) -> Any:
         return float(x)
     if type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and x.dtype.kind in "fiu":
         return x.item()
-    if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad:
+    if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad or x.is_meta:
         return x
     return x if not torch.compiler.is_compiling() and arguments.transformed(x) else x.item()
 
@@ -193,29 +195,35 @@ def _diagonal_of(bias: Any, query: Tensor, key: Tensor) -> Diagonal:
     return True, 0 if bias.variant.name == "UPPER_LEFT" else None
 
 
-def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [..., H, length, dim] with equal batch dims (views, no copies), checked as a problem."""
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool) -> Tensors:
+    """q, k, v [..., H, length, dim] with equal batch dims (views, no copies), checked as a problem.
+
+    given: as the caller has them, for errors: of other ranks maybe, and other dtypes under autocast.
+    """
     _, nk, nv = NAMES
     for name, x in ((nk, k), (nv, v)):
         if x.dtype != q.dtype:
-            dtype = show(q.dtype)
-            raise type_error(name, f"dtype must equal query's ({dtype})", x, f"Cast with {name}.to(query.dtype).")
+            relation = f"dtype must equal query's ({show(q.dtype)})"
+            raise type_error(name, relation, x, f"Cast with {name}.to(query.dtype).")
         if x.device != q.device:
             raise value_error(name, f"must be on query's device ({q.device})", x, f"Move it: {name}.to(query.device).")
     arguments.check_head_dims(q, k, v, NAMES)
     if v.shape[-2] != k.shape[-2]:
-        raise value_error(nv, f"length must equal key's ({k.shape[-2]})", v, "Pass one value for each key.")
+        raise value_error(nv, f"length must equal key's ({k.shape[-2]})", given[2], "Pass one value for each key.")
     keep = 3 if enable_gqa else 2  # trailing dims that do not broadcast
     if enable_gqa:
         arguments.check_heads(q, k, v, NAMES, axis=-3)
-    for name, x in ((nk, k), (nv, v)):
+    for name, x, came in ((nk, k, given[1]), (nv, v, given[2])):
         if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
             heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
-            remedy = "For grouped heads pass enable_gqa=True." if heads else "Expand it: .expand costs no memory."
-            relation = f"batch dims{'' if enable_gqa else ' and heads'} must broadcast with query's {tuple(q.shape)}"
-            raise value_error(name, relation, x, remedy)
+            remedy = "For grouped heads pass enable_gqa=True." if heads else "Make each 1 or as large as the other's."
+            relation = (
+                f"batch dims{'' if enable_gqa else ' and heads'} must broadcast with query's {tuple(given[0].shape)}"
+            )
+            raise value_error(name, relation, came, remedy)
     if not _broadcastable(k.shape[:-keep], v.shape[:-keep]):
-        raise value_error(nv, f"batch dims must broadcast with key's {tuple(k.shape)}", v, "Expand it.")
+        relation = f"batch dims must broadcast with key's {tuple(given[1].shape)}"
+        raise value_error(nv, relation, given[2], "Make each 1 or as large as the other's.")
     lead = torch.broadcast_shapes(q.shape[:-keep], k.shape[:-keep], v.shape[:-keep])
     q, k, v = (x.expand(*lead, *x.shape[-keep:]) for x in (q, k, v))
     return q, k, v

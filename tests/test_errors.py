@@ -268,3 +268,15 @@ def test_lengths_of_any_class_of_tensor_are_looked_at(kind):
     pages, lens, table = torch.randn(3, 2, 16, 8), of_kind(9, 3), of_kind(7, 2).unsqueeze(1)
     with pytest.raises(ValueError, match=r"^block_table\[0, 0\]: entries that kv_lens reaches must be from 0 to 2"):
         fa.attention_decode(Q[:, :, :1], pages, pages, lens, block_table=table)
+
+
+def test_what_came_is_shown_as_it_came():
+    x, few = torch.randn(1, 2, 3, 5, 8), torch.randn(3, 3, 7, 8)
+    words = r"^key: batch dims and heads must broadcast with query's \(1, 2, 3, 5, 8\); got a tensor of shape \(3, 3, 7, 8\)"
+    with pytest.raises(ValueError, match=words):
+        fa.scaled_dot_product_attention(x, few, few)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^value: length .* float32, on cpu\."):
+        fa.scaled_dot_product_attention(few, few, few[:, :, 1:])
+    with pytest.raises(TypeError, match=r"^query: must be a torch.Tensor; got \[\[\[") as refusal:
+        fa.scaled_dot_product_attention(few.tolist(), few, few)
+    assert len(str(refusal.value)) < 700

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 
@@ -113,3 +114,31 @@ def test_a_full_report_asks_for_no_more_backends(monkeypatch):
         for length in range(1, 9):
             F.scaled_dot_product_attention(*qkv(1, 2, length, 8))
     assert report.calls == 8 and len(asked) == len(report.kinds) == 3
+
+
+def test_a_call_that_a_mask_of_some_class_takes_is_counted():
+    class Taking(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function in (F.scaled_dot_product_attention, fa.scaled_dot_product_attention):
+                return "taken"
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    x, mask = qkv(2, 3, 5, 8)[0], torch.zeros(9, 9).as_subclass(Taking)  # no mask of these scores
+    with fa.replace_sdpa() as report:
+        assert F.scaled_dot_product_attention(x, x, x, attn_mask=mask) == "taken"
+    assert report.calls == 1 and "1 x under a transform" in str(report)
+
+
+def test_contexts_that_always_overlap_leave_no_chain_behind():
+    x, contexts = qkv(1, 2, 4, 8)[0], [fa.replace_sdpa() for _ in range(1200)]
+    contexts[0].__enter__()
+    for before, context in itertools.pairwise(contexts):
+        context.__enter__()
+        held = F.scaled_dot_product_attention  # as a module that was made inside may keep it
+        before.__exit__(None, None, None)
+    want = TORCHS(x, x, x)
+    torch.testing.assert_close(held(x, x, x), want)
+    contexts[-1].__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is TORCHS and torch.equal(held(x, x, x), want)
+    assert replace._at(held).before is TORCHS

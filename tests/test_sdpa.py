@@ -250,6 +250,15 @@ def test_torchs_causal_biases_are_what_they_say(device, variant, lengths):
         fa.attention(q, k, v, mask=bias)
 
 
+def test_a_mask_of_a_class_that_bears_the_name_of_torchs_bias_is_a_mask():
+    class CausalBias(torch.Tensor):
+        pass
+
+    x, mask = torch.randn(2, 3, 5, 8), torch.randn(5, 5)
+    out = fa.scaled_dot_product_attention(x, x, x, attn_mask=mask.as_subclass(CausalBias))
+    torch.testing.assert_close(torch.Tensor(out), fa.attention(x, x, x, mask=mask))
+
+
 def test_who_stands_for_a_tensor_takes_the_call():
     """As with torch's function: tracers, modes and classes of others."""
     q, k, v = tensors(torch.device("cpu"), (2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8))

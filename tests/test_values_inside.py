@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,3 +123,31 @@ def test_a_promise_far_above_the_longest_sequence_changes_nothing(device, most):
     want = fa.attention_varlen(x, x, x, cu, cu, causal=True)
     assert torch.equal(fa.attention_varlen(x, x, x, cu, cu, causal=True, max_seqlen_q=most, max_seqlen_k=most), want)
     assert at_most(most, 10) == 10 == at_most(None, 10) and at_most(6, 10) == 6
+
+
+FOUND = """
+import torch, flashattn_lite as fa
+torch._dynamo.config.capture_scalar_outputs = True
+x = torch.randn(1, 2, 7, 8)
+for name, function in {"scale": fa.scaled_dot_product_attention, "softcap": fa.attention}.items():
+    call = lambda x, number: function(x, x, x, **{name: (number * 1).item()})
+    compiled = torch.compile(call, backend="aot_eager")
+    for number in (0.5, 2.0):
+        assert torch.equal(compiled(x, torch.tensor(number)), call(x, torch.tensor(number)))
+    for either in (call, compiled):
+        try:
+            either(x, torch.tensor(torch.inf))
+        except ValueError as refusal:
+            assert str(refusal).startswith(name + ": must be finite; got "), refusal
+        else:
+            raise AssertionError(name)
+"""
+
+
+def test_numbers_that_are_found_in_compiled_code():
+    """A compiler that does not know one leaves the call to Python, as it does torch's own.
+
+    In a process of its own: what a compiler could not trace behind such a break it keeps in mind.
+    """
+    done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -96,13 +96,13 @@ class RowPass:
         for finite in (True, False):
             acc, l_i = self.pinned(finite)
             settled = state.settled(l_i)
-            if bool(settled.all()) and bool(torch.isfinite(acc.sum())):
+            if bool(settled.all()) and bool(torch.isfinite(acc.sum())) and not bool(self.sunk(acc, l_i).any()):
                 return acc, *state.finish(torch.zeros_like(l_i), l_i)
         acc, m_i, l_i = self.careful(settled)
         # A sum near the top of the range times a huge value can overflow where the running maximum does not.
-        overflowed = settled & ~torch.isfinite(acc).all(-1)
-        if bool(overflowed.any()):
-            acc, m_i, l_i = self.careful(settled & ~overflowed)
+        lost = settled & (~torch.isfinite(acc).all(-1) | self.sunk(acc, l_i))
+        if bool(lost.any()):
+            acc, m_i, l_i = self.careful(settled & ~lost)
         return acc, *state.finish(m_i, l_i)
 
     def pinned(self, finite: bool) -> tuple[Tensor, Tensor]:
@@ -116,6 +116,14 @@ class RowPass:
             if n.start == 0 and bool((l_i > state.SETTLED[1]).all()):
                 break  # sums only grow: no row will settle
         return acc, l_i
+
+    def sunk(self, acc: Tensor, l_i: Tensor) -> Tensor:
+        """Rows whose weights, below 1 in all, may have taken values out of the bottom of the range."""
+        sunk = l_i < 1
+        if bool(sunk.any()):
+            bottom = torch.finfo(self.dtype).tiny / torch.finfo(self.dtype).eps
+            sunk &= acc[..., : self.seq.problem.head_dim_v].abs().amin(-1) < bottom
+        return sunk
 
     def careful(self, pinned: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(acc, m_i, l_i) about 0 for `pinned` rows, about the running maximum for others."""

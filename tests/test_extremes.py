@@ -143,3 +143,16 @@ def test_more_keys_than_a_length_counts():
     out = fa.attention(q, k, k, kv_lens=lens, backend="tiled")
     torch.testing.assert_close(out, k[:, :, :1])
     torch.testing.assert_close(fa.attention_decode(q, k, k, lens, causal=False, backend="tiled"), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("score", [-16.5, -10.0, -0.75, 3.0])
+def test_weights_below_1_do_not_take_values_out_of_the_range(score, dtype):
+    """On the tiled path, whose rows stay at the reference 0 while their sums allow it."""
+    tiny = torch.finfo(torch.float32 if dtype == torch.bfloat16 else dtype).tiny
+    q, k = torch.ones(1, 1, 2, 1, dtype=dtype), torch.full((1, 1, 3, 1), score, dtype=dtype)
+    v = (tiny * torch.tensor([1.0, 24.0, 0.0, 2.0**30], dtype=torch.float64)).to(dtype).expand(1, 1, 3, 4)
+    out = fa.attention(q, k, v, scale=1.0, backend="tiled")
+    torch.testing.assert_close(
+        out.double() / tiny, v[:, :, :2].double() / tiny, rtol=torch.finfo(dtype).eps * 2, atol=0
+    )

@@ -120,7 +120,7 @@ def _no_second_derivative(*_: Any) -> None:
     raise NotImplementedError(
         "attention: its gradients have no gradients of their own; got a backward pass through them (create_graph=True, "
         "a Hessian). Call flashattn_lite.reference's attention_reference, or attention_varlen_reference, instead: "
-        "plain torch, L x S scores in memory (q_start=0 for is_causal)."
+        "plain torch, L x S scores in memory (torch's is_causal is its causal=True, q_start=0)."
     )
 
 
@@ -128,7 +128,7 @@ def _no_forward_mode(*_: Any) -> None:
     raise NotImplementedError(
         "attention: forward-mode derivatives are not implemented; got one inside of another transform or of compiled "
         "code. Call flashattn_lite.reference's attention_reference instead: plain torch, L x S scores in memory "
-        "(q_start=0 for is_causal)."
+        "(torch's is_causal is its causal=True, q_start=0)."
     )
 
 

@@ -27,15 +27,6 @@ def is_int(x: object) -> bool:
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
-def negative(x: Any) -> bool:
-    """Whether an integer is below 0; of one that a compiler does not know yet, False."""
-    if not torch.compiler.is_compiling():
-        return bool(x < 0)
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(x < 0)
-
-
 def unless_known(condition: Any) -> bool:
     """A comparison of a number; of one that a compiler does not know yet (`.item()` of what it traces), True."""
     if not torch.compiler.is_compiling():
@@ -43,6 +34,11 @@ def unless_known(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return guard_or_true(condition)
+
+
+def negative(x: Any) -> bool:
+    """Whether an integer is below 0; of one that a compiler does not know yet, False."""
+    return not unless_known(x >= 0)
 
 
 def is_finite(x: Any) -> bool:

@@ -217,9 +217,8 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool
         if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
             heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
             remedy = "For grouped heads pass enable_gqa=True." if heads else "Make each 1 or as large as the other's."
-            relation = (
-                f"batch dims{'' if enable_gqa else ' and heads'} must broadcast with query's {tuple(given[0].shape)}"
-            )
+            dims = "batch dims" if enable_gqa else "batch dims and heads"
+            relation = f"{dims} must broadcast with query's {tuple(given[0].shape)}"
             raise value_error(name, relation, came, remedy)
     if not _broadcastable(k.shape[:-keep], v.shape[:-keep]):
         relation = f"batch dims must broadcast with key's {tuple(given[1].shape)}"

@@ -93,6 +93,7 @@ CALLS: dict[str, Callable[[str, bool], None]] = {  # (device, whether some rows 
     "parts, 256": partial(dense, (8, 2), 64, 2100, 256),
     "folded, 128": partial(dense, (32, 8), 64, 4100, 128, batch=8, causal=True),
     "folded, 64": partial(dense, (32, 8), 65, 4100, 64, batch=8),
+    "folded, 256": partial(dense, (32, 8), 16, 2048, 256, batch=14, causal=True),
     "a mask by TMA": partial(dense, (8, 8), 256, 320, 128, mask=True),
     "packed few rows": packed,
     "float32": partial(dense, (4, 2), 300, 300, 64, dtype=torch.float32, causal=True),

@@ -156,7 +156,7 @@ def test_who_takes_the_rows_does_not_show(dim, hopper_device):
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_who_takes_the_rows_of_parts_does_not_show(dim, hopper_device):
-    """Of 256 columns a block can't take a chain."""
+    """Of 256 columns no block takes a chain whose keys another one reads."""
     ways = ("whole", "dealt out", "dealt out, chains" if dim <= CHAINED else "dealt out")
 
     def same(case: Case) -> None:

@@ -12,14 +12,17 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 import flashattn_lite as fa
+from flashattn_lite import decode
 from flashattn_lite.dispatch import Split
 from flashattn_lite.kernels import attention_hopper_launch, tuning_parts
+from flashattn_lite.kernels.hopper_config import V_IN_PIECES
 from flashattn_lite.kernels.tuning import power_of_two
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
+from tests.exhaustive import also
 from tests.targets import H200
 from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases, few_rows, with_failures
@@ -62,7 +65,7 @@ def assert_ways_agree(case: Case) -> list[Rows]:
     return results
 
 
-@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize("dim", [96, also(128), also(192), 256])
 def test_who_takes_chains_does_not_show(dim, hopper_device):
     """To the bit, with whatever numbers: rows that fail in some parts, infinities and NaN in V, sinks, short caches."""
 
@@ -73,10 +76,13 @@ def test_who_takes_chains_does_not_show(dim, hopper_device):
     ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS, hopper_device)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_rows_that_fail_in_either_chain(dtype, hopper_device):
+def test_rows_that_fail_in_either_chain(dtype, dim, hopper_device):
     """And a sequence with one chain alone."""
-    case = with_failures(dtype, hopper_device)
+    if hopper_device.type == "cpu" and (dtype == torch.bfloat16) != (dim == 256):
+        pytest.skip("slow without a GPU: a head dim has one dtype there")
+    case = with_failures(dtype, hopper_device, dim)
     case = few_of(case.replace(kv_lens=torch.tensor([1100, 300], device=hopper_device, dtype=torch.int32)))
     seen: Counter[tuple[int, int]] = Counter()
     in_three_ways(case, seen)
@@ -107,24 +113,45 @@ def test_columns_that_overflow_only_as_a_sum_of_chains(hopper_device):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "rows", "keys", "dim", "parts", "taken"),
+    ("batch", "heads", "rows", "keys", "dim", "parts", "taken", "tiles"),
     [
-        (16, (32, 8), 16, 4096, 128, 8, (4, 2, True)),  # 128 row tiles for 132 multiprocessors
-        (8, (32, 8), 16, 4096, 128, 8, (4, 1, False)),
-        (8, (32, 8), 16, 8192, 128, 8, (4, 1, False)),
-        (32, (32, 8), 16, 2048, 128, 4, (4, 1, True)),
-        (8, (64, 8), 4, 8192, 128, 8, (4, 1, False)),
-        (1, (32, 8), 16, 8192, 128, 8, None),
+        (16, (32, 8), 16, 4096, 128, 8, (4, 2, True), (64, 4)),  # 128 row tiles for 132 multiprocessors
+        (8, (32, 8), 16, 4096, 128, 8, (4, 1, False), (64, 4)),
+        (8, (32, 8), 16, 8192, 128, 8, (4, 1, False), (64, 4)),
+        (32, (32, 8), 16, 2048, 128, 4, (4, 1, True), (64, 4)),
+        (8, (64, 8), 4, 8192, 128, 8, (4, 1, False), (64, 4)),
+        (1, (32, 8), 16, 8192, 128, 8, None, (64, 4)),
+        (16, (32, 8), 16, 4096, 192, 8, (4, 2, True), (64, 2) if V_IN_PIECES else (32, 2)),
+        (8, (32, 8), 16, 4096, 192, 8, (4, 1, False), (64, 3) if V_IN_PIECES else (32, 4)),
+        (16, (32, 8), 16, 4096, 256, 8, (4, 2, True), (32, 2)),
+        (8, (32, 8), 16, 4096, 256, 8, (4, 1, False), (32, 4)),
+        (1, (32, 8), 16, 4096, 256, 8, None, (32, 4)),
+        (32, (32, 8), 16, 2048, 256, 4, (4, 1, True), (64, 2)),
+        (16, (64, 8), 16, 16384, 128, 16, (8, 2, True), (64, 2)),  # by two consumers
+        (8, (64, 8), 16, 16384, 128, 16, (8, 1, False), (64, 4)),
+        (8, (16, 8), 64, 8192, 256, 8, None, (64, 2)),  # two blocks would read each key
     ],
 )
-def test_how_many_chains_a_block_takes(batch, heads, rows, keys, dim, parts, taken):
+def test_how_many_chains_a_block_takes(batch, heads, rows, keys, dim, parts, taken, tiles):
+    """And the keys of a tile, and the stages of the rings, which leave room for the acc of these."""
     problem = few_rows(batch, heads, rows, keys, dim)
     config = hopper_tile(problem)
-    assert (config.warpgroups, tuning_parts.parts_of(problem, config)) == (1, parts)
+    assert (config.warpgroups == 1, tuning_parts.parts_of(problem, config)) == (rows * heads[0] <= 64 * heads[1], parts)
     config = tuning_parts.with_chains(problem, config, H200)
     assert config.folds == (taken is not None)
+    assert (config.block_n, config.stages) == tiles
     if taken:
         assert (config.chain, config.chains, config.alone) == taken
+
+
+def test_the_room_in_a_cache_decides_on_no_tile():
+    tiles = set()
+    for keys in (64, 4096, 1 << 20):
+        q, k = (torch.empty(1, n, size, 256, dtype=torch.bfloat16) for n, size in ((32, 16), (8, keys)))
+        lens = torch.tensor([9], dtype=torch.int32)
+        _, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 1.0, None)
+        tiles.add(hopper_tile(problem).block_n)
+    assert tiles == {64}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def ask_random_cases(same: Callable[[Case], None], features: frozenset[str], dim
         (8, (64, 8), 16, 16384, 128, 16, True),
         (8, (64, 8), 16, 8192, 128, 8, False),
         (1, (32, 8), 512, 1 << 20, 128, 8, True),  # of so many rows there never are more
-        (8, (16, 8), 128, 8192, 256, 8, False),  # acc does not fit twice
+        (8, (16, 8), 128, 8192, 256, 8, False),  # acc of two consumers does not fit twice
         (8, (32, 8), 64, 8192, 64, 8, True),
     ],
 )
@@ -107,10 +107,10 @@ def test_who_takes_the_parts_does_not_show(dim, chains, hopper_device):
     ask_random_cases(same, FEATURES - {"mask", "gradients", "poison"}, dim, PROBLEMS, hopper_device)
 
 
-def with_failures(dtype: torch.dtype, device: torch.device) -> Case:
+def with_failures(dtype: torch.dtype, device: torch.device, dim: int = 128) -> Case:
     """Several row tiles, of which rows fail in the first, the last, in all or in no part, some by what V holds."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, n, 128, device=device) for heads, n in ((4, 70), (2, 1100), (2, 1100)))
+    q, k, v = (torch.randn(2, heads, n, dim, device=device) for heads, n in ((4, 70), (2, 1100), (2, 1100)))
     k[:, :, 40] *= 60
     k[0, 0, 700:] *= torch.linspace(1, 90, 400, device=device)[:, None]
     k[1, 1] *= 1e3 if dtype == torch.float16 else 1e8

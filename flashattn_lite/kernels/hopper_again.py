@@ -263,7 +263,7 @@ def write_rows(out, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr
     TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
     PARTS: gl.constexpr = ROWS // TAKEN  # of a piece
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
-    ROOMS: gl.constexpr = T.STAGES * T.V_PIECES * (T.BLOCK_N // ROWS)
+    ROOMS: gl.constexpr = T.STAGES * T.V_PIECES * T.BLOCK_N // ROWS
     whole = reinterpret(v_s, v_s.dtype, [ROOMS, ROWS, T.BLOCK_DV], PLAIN)
     parts = reinterpret(v_s, v_s.dtype, [ROOMS * PARTS, TAKEN, T.BLOCK_DV], PLAIN)
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))

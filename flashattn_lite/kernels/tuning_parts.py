@@ -76,8 +76,8 @@ FEWEST = 16  # rows that are left to decoding's kernels, whose tiles they fill
 # A sequence has FEW_PARTS until these have LONG_PARTS times as many keys as a part has at least, then more of those, up
 # to PARTS, of one row tile ONE_TILE_PARTS; past SHORT_ROWS never more. Many parts fill the GPU with few heads; states
 # cost others up to 15%, but where a block takes a chain of parts (see FOLDED). Heads wider than CHAINED, whose acc does
-# not fit twice beside long rings, have fewer, and are never folded. us on an H100, 70 ms warm and 40 timed: LONG_PARTS
-# 4 and at most 32 parts; 2 and at most 64, at most 128 (c: in chains); FlashAttention-3.
+# not fit twice beside long rings, have fewer. us on an H100, 70 ms warm and 40 timed: LONG_PARTS 4 and at most 32
+# parts; 2 and at most 64, at most 128 (c: in chains); FlashAttention-3.
 #   one row tile, 8 / 1 heads x 16 rows: 16k 26.6 18.7; 16.4, 32k 28.1 19.5; 20.9, 64k 29.0 23.3; 27.6, 128k 47.1 34.6
 #     42.3; 40.1. 16 of 16k 58.2 66.6; 56.9, of 64k 215 198c; 188
 #   64 / 8 heads x 16 rows: 16k 33.8 37.9; 35.0, 32k 59.8 66.6; 58.3, 128k 201 216 200c; 192, 8 x 8k 124 124 112c; 104
@@ -103,6 +103,19 @@ CHAINED, WIDE_LONG_PARTS = 128, 4
 #   64:  8 x 64 rows of 8k 106.6 93.1, whole 104.9; 107.1, 32 x 16 rows of 2k 94.0 57.3, 62.6; 66.8
 # Short runs on an H200: 96, 128, 160, 192 row tiles as tasks 105.7 135.9 171.6 205.1, by one block 104.9 112.8 217 230.
 FOLDED = 0.8
+# Heads wider than CHAINED only where a row tile has all rows of a K/V head, and rings are as short as acc leave room
+# for, two stages at least. us on an H200, 70 ms warm and 40 timed: tasks; folded; FlashAttention-3.
+#   32 / 8 heads of 256 x 16 rows: 7 x 4k 83.4 69.3; 86.2, 8 x 4k 88.9 77.7; 78.8, 16 x 4k 168 148; 135, 32 x 2k 180
+#     131; 142, 64 x 1k 135 135; 148, 8 x 8k 151 137; 141, 16 x 8k 290 267; 271, 8 / 4 heads, 4 x 64k 257 246; 276
+#   but 16 / 8 heads x 64 rows, by two blocks which both read K and V: 8 x 8k 186 199; 150
+#   of 192, with two chains a block from 16 sequences on: 8 x 4k 69.1 62.1; 63.6, 16 x 4k 131 102; 115, 32 x 2k 144 102;
+#     112, 8 x 8k 117 106; 110, 16 x 8k 228 191; 219
+#   two chains of more than 64 rows, 64 / 8 heads of 128 x 16 rows: 16 x 16k 328 300; 270
+# acc of two chains of heads of 256 leave room for tiles of half as many keys alone. The same rows, by 64 keys a
+# tile, by 32; FlashAttention-3. Short sequences lose by it, and the room in a cache may not decide.
+#   16 x 4k 151 131; 138, 16 x 8k 270 251; 273, 8 x 4k 79.6 79.0; 79.8, 8 x 8k 139.6 139.9; 155, 4 x 4k 51.4 51.1; 46.5,
+#   2 x 4k 28.3 28.7; 29.5, 1 x 4k 18.5 18.8; 19.6, 1 x 8k 26.7 27.0; 28.8, 1 x 2k 15.6 17.2; 15.0
+HALF_TILES = 4096  # keys that are seen
 # The acc of the parts before waits in registers up to so many columns, else in shared memory. What the compiler puts
 # on the stack comes back from L2, past the little that shared memory leaves of L1. Short runs on an H200, in registers
 # or on the stack and in shared memory: 8 x 64 rows of 128 117.1 114.3, of 64 89.0 101.0; with 128 keys a tile 157 120,
@@ -139,7 +152,12 @@ def in_parts(problem: AttentionProblem, config: HopperConfig, split: int) -> Hop
     long = NEVER if problem.len_q > SHORT_ROWS else long
     parts = ONE_TILE_PARTS if chained and split in (ONE_TILE_SPLIT, CACHE_SPLIT) else PARTS
     chain = FEW_PARTS // 2 if config.warpgroups == config.blocks == 1 else FEW_PARTS
-    return replace(config, split=split, long=long, parts=parts, chain=chain)
+    config = replace(config, split=split, long=long, parts=parts, chain=chain)
+    two_chains = replace(config, chains=2, folds_in_room=True)
+    long_keys = problem.keys_seen >= HALF_TILES and not problem.cache
+    if long_keys and chain < FEW_PARTS and stages_beside(problem, two_chains) < 2:
+        return replace(config, block_n=config.block_n // 2, stages=2 * config.stages)
+    return config
 
 
 def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target) -> HopperConfig:
@@ -147,7 +165,7 @@ def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target)
 
     The batch may say, since bits do not tell.
     """
-    if config.chain < parts_of(problem, config) <= 2 * config.chain < 2 * FEW_PARTS:
+    if config.chain < parts_of(problem, config) <= 2 * config.chain:
         two = replace(config, chains=2)
         if folds(problem, two, target):
             return folding(problem, two)
@@ -157,14 +175,10 @@ def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target)
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
     """Whether a block takes chains of parts of a row tile, where each part could be a task.
 
-    If their acc fit on chip beside that of a part, and chains are enough for the GPU.
+    If their acc fit on chip beside that of a part and two stages, and chains are enough for the GPU.
     """
-    rows = 64 * config.warpgroups
-    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     taken = folding(problem, config)
-    o_bytes = 4 * config.chains if taken.folds_in_room else 2 * config.o_slots
-    needed = rows * (dim * 2 + dim_v * o_bytes) + config.stages * config.block_n * (dim + dim_v) * 2 + HOPPER_TALK
-    tiles = -(-problem.len_q // (rows // config.pack)) * problem.batch
+    tiles = -(-problem.len_q // (64 * config.warpgroups // config.pack)) * problem.batch
     tiles *= problem.heads_kv if config.pack > 1 else problem.heads_q
     parts = parts_of(problem, config)
     # Of three blocks on a multiprocessor one is enough, as measured, where rows leave, but not where states do.
@@ -172,8 +186,8 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
     taken_parts = config.chain * config.chains
     waves = -(-tiles * -(-parts // taken_parts) // at_once)
     places = waves * at_once * min(parts, taken_parts)
-    fits = widest_of(problem) <= CHAINED and needed <= room_of(config)
-    return fits and tiles * parts >= FOLDED * places
+    read_once = widest_of(problem) <= CHAINED or problem.group * problem.len_q <= 64
+    return read_once and taken.stages >= 2 and tiles * parts >= FOLDED * places
 
 
 def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
@@ -185,7 +199,16 @@ def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
 
 
 def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
-    """The tile of blocks that take chains of parts: Q's registers and second room are for the states."""
+    """The tile of blocks that take chains of parts: Q's registers and room, and stages, are given up for the states."""
     in_room = config.chains > 1 or math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
     alone = parts_of(problem, config) <= config.chain * config.chains
-    return replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)
+    taken = replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)
+    return replace(taken, stages=min(config.stages, stages_beside(problem, taken)))
+
+
+def stages_beside(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Of K and of V, as many as fit on chip beside Q and each chain's acc."""
+    dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
+    o_bytes = 4 * config.chains if config.folds_in_room else 2 * config.o_slots
+    room = room_of(config) - HOPPER_TALK - 64 * config.warpgroups * (dim * 2 + dim_v * o_bytes)
+    return room // (config.block_n * (dim + dim_v) * 2)

@@ -42,10 +42,10 @@ def in_three_ways(case: Case, seen: Counter[tuple[int, int]] | None = None) -> l
             if way == "chains":
                 patch.setattr(attention_hopper_launch, "with_chains", lambda p, c, t: tuning_parts.folding(p, c))
 
-            def looked_at(problem, mask, config, way=way):
+            def looked_at(problem, mask, config, page):
                 if seen is not None and config.folds:
                     seen[config.chain, config.chains] += 1
-                return tile_of(problem, mask, config)
+                return tile_of(problem, mask, config, page)
 
             patch.setattr(attention_hopper_launch, "tile_of", looked_at)
             options = {name: x for name, x in case.options().items() if name != "mask"}

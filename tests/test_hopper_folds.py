@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 import flashattn_lite as fa
-from flashattn_lite.kernels import tuning_parts
+from flashattn_lite.kernels import attention_hopper_launch, tuning_parts
 from flashattn_lite.kernels.tuning_hopper import hopper_tile
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.testing import Case, assert_close_to_oracle
@@ -130,6 +130,24 @@ def skip_half(dtype: torch.dtype, chains: bool, device: torch.device) -> None:
 def test_rows_that_fail_in_some_parts(dtype, chains, hopper_device):
     skip_half(dtype, chains, hopper_device)
     apart, folded = in_both_ways(with_failures(dtype, hopper_device), chains)
+    assert_same_bits(folded, apart, "parts that one block takes", None)
+    assert not folded[0].isfinite().all() and folded[0].isfinite().any()
+
+
+def test_rows_that_fail_in_two_chains_of_one_block(hopper_device, monkeypatch):
+    """Of two consumers, whose rings are shorter for the acc of the first chain."""
+    case = with_failures(torch.bfloat16, hopper_device)
+    case = case.replace(k=case.k[:, :, 620:], v=case.v[:, :, 620:],
+                        kv_lens=torch.tensor([480, 300], device=hopper_device, dtype=torch.int32))  # fmt: skip
+    tiles, tile_of = [], attention_hopper_launch.tile_of
+
+    def looked_at(problem, mask, config, page):
+        tiles.append((config.warpgroups, config.folds, config.chains, config.apart))
+        return tile_of(problem, mask, config, page)
+
+    monkeypatch.setattr(attention_hopper_launch, "tile_of", looked_at)
+    apart, folded = in_both_ways(case, chains=True)
+    assert tiles == [(2, False, 1, False), (2, True, 2, True)]
     assert_same_bits(folded, apart, "parts that one block takes", None)
     assert not folded[0].isfinite().all() and folded[0].isfinite().any()
 

@@ -110,7 +110,8 @@ FOLDED = 0.8
 #   but 16 / 8 heads x 64 rows, by two blocks which both read K and V: 8 x 8k 186 199; 150
 #   of 192, with two chains a block from 16 sequences on: 8 x 4k 69.1 62.1; 63.6, 16 x 4k 131 102; 115, 32 x 2k 144 102;
 #     112, 8 x 8k 117 106; 110, 16 x 8k 228 191; 219
-#   two chains of more than 64 rows, 64 / 8 heads of 128 x 16 rows: 16 x 16k 328 300; 270
+#   two chains of more than 64 rows, 64 / 8 heads of 128 x 16 rows: 16 x 16k 328 300; 270, K and V given back apart, on
+#     another card, 331 311; 294
 # acc of two chains of heads of 256 leave room for tiles of half as many keys alone. The same rows, by 64 keys a
 # tile, by 32; FlashAttention-3. Short sequences lose by it, and the room in a cache may not decide.
 #   16 x 4k 151 131; 138, 16 x 8k 270 251; 273, 8 x 4k 79.6 79.0; 79.8, 8 x 8k 139.6 139.9; 155, 4 x 4k 51.4 51.1; 46.5,
@@ -203,7 +204,8 @@ def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:
     in_room = config.chains > 1 or math.prod(pieces_of_v(problem.head_dim_v)) > FOLDED_IN_REGISTERS
     alone = parts_of(problem, config) <= config.chain * config.chains
     taken = replace(config, folds=True, alone=alone, folds_in_room=in_room, q_held=False, q_slots=0)
-    return replace(taken, stages=min(config.stages, stages_beside(problem, taken)))
+    stages = min(config.stages, stages_beside(problem, taken))
+    return replace(taken, stages=stages, apart=config.apart or stages < config.stages)
 
 
 def stages_beside(problem: AttentionProblem, config: HopperConfig) -> int:

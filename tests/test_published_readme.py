@@ -151,11 +151,11 @@ def test_the_readme_has_few_rows_over_many_keys():
     lengths, batches = ({int(row[name]) for row in rows} for name in ("len_q", "batch"))
     assert (min(lengths), max(lengths), max(batches)) == (4, 2048, 32)
     ratios, others = (list(to_best(table).values()) for table in (rows, on_h100))
-    assert len(ratios) == len(others)
+    assert {row["shape"] for row in on_h100} <= {row["shape"] for row in rows}
     text = "4 to 2048 tokens over 2k to 128k keys of one to 32 sequences: "
     text += f"{between(ratios)} of the fastest rival, {tables.geometric_mean(ratios):.2f} in the mean of"
     text += f" {len(ratios)} shapes (commit {rows[0]['commit']}); on an H100 {between(others)}, "
-    text += f"{tables.geometric_mean(others):.2f} (commit {on_h100[0]['commit']})."
+    text += f"{tables.geometric_mean(others):.2f} in {len(others)} of these (commit {on_h100[0]['commit']})."
     assert f"- {text}" in " ".join(README.split())
 
 

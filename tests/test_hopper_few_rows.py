@@ -129,6 +129,7 @@ def test_columns_that_overflow_only_as_a_sum_of_chains(hopper_device):
         (32, (32, 8), 16, 2048, 256, 4, (4, 1, True), (64, 2)),
         (16, (64, 8), 16, 16384, 128, 16, (8, 2, True), (64, 2)),  # by two consumers
         (8, (64, 8), 16, 16384, 128, 16, (8, 1, False), (64, 4)),
+        (4, (32, 8), 128, 32768, 128, 16, (8, 1, False), (64, 4)),  # four blocks read each key
         (8, (16, 8), 64, 8192, 256, 8, None, (64, 2)),  # two blocks would read each key
     ],
 )

@@ -112,6 +112,7 @@ FOLDED = 0.8
 #     112, 8 x 8k 117 106; 110, 16 x 8k 228 191; 219
 #   two chains of more than 64 rows, 64 / 8 heads of 128 x 16 rows: 16 x 16k 328 300; 270, K and V given back apart, on
 #     another card, 331 311; 294
+ROWS_OF_TWO_CHAINS = 128  # of a key/value head; more, whose keys several blocks read, have not been measured
 # acc of two chains of heads of 256 leave room for tiles of half as many keys alone. The same rows, by 64 keys a
 # tile, by 32; FlashAttention-3. Short sequences lose by it, and the room in a cache may not decide.
 #   16 x 4k 151 131; 138, 16 x 8k 270 251; 273, 8 x 4k 79.6 79.0; 79.8, 8 x 8k 139.6 139.9; 155, 4 x 4k 51.4 51.1; 46.5,
@@ -166,7 +167,8 @@ def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target)
 
     The batch may say, since bits do not tell.
     """
-    if config.chain < parts_of(problem, config) <= 2 * config.chain:
+    rows = problem.group * problem.len_q
+    if config.chain < parts_of(problem, config) <= 2 * config.chain and rows <= ROWS_OF_TWO_CHAINS:
         two = replace(config, chains=2)
         if folds(problem, two, target):
             return folding(problem, two)
@@ -176,7 +178,8 @@ def with_chains(problem: AttentionProblem, config: HopperConfig, target: Target)
 def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bool:
     """Whether a block takes chains of parts of a row tile, where each part could be a task.
 
-    If their acc fit on chip beside that of a part and two stages, and chains are enough for the GPU.
+    If their acc fit on chip beside that of a part and the rings, which two chains and wide heads may have shorter, and
+    chains are enough for the GPU.
     """
     taken = folding(problem, config)
     tiles = -(-problem.len_q // (64 * config.warpgroups // config.pack)) * problem.batch
@@ -187,8 +190,10 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
     taken_parts = config.chain * config.chains
     waves = -(-tiles * -(-parts // taken_parts) // at_once)
     places = waves * at_once * min(parts, taken_parts)
-    read_once = widest_of(problem) <= CHAINED or problem.group * problem.len_q <= 64
-    return read_once and taken.stages >= 2 and tiles * parts >= FOLDED * places
+    wide = widest_of(problem) > CHAINED
+    least = 2 if wide or config.chains > 1 else config.stages
+    read_once = not wide or problem.group * problem.len_q <= 64
+    return read_once and taken.stages >= least and tiles * parts >= FOLDED * places
 
 
 def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:

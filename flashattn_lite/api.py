@@ -218,10 +218,10 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         >>> torch.allclose(merge_attention(parts)[0], attention(q, k, k), atol=1e-6)
         True
     """
-    if not isinstance(parts, Sequence) or not parts:
-        raise value_error(
-            "parts", "must be a sequence of at least one (out, lse) pair", parts, "Wrap the pair in a list."
-        )
+    if not isinstance(parts, Sequence):
+        raise type_error("parts", "must be a sequence of (out, lse) pairs", parts, "Pass a list of them.")
+    if not parts:
+        raise value_error("parts", "must hold at least one (out, lse) pair", parts, "Pass a list of them.")
     for i, part in enumerate(parts):
         _check_part(i, part, parts[0])
     dtype = parts[0][0].dtype

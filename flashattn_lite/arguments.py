@@ -89,7 +89,7 @@ def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str
         if x.device != q.device:
             raise value_error(name, f"must be on {nq}'s device ({q.device})", x, f"Move it: {name}.to({nq}.device).")
     check_head_dims(q, k, v, names)
-    check_heads(q, k, v, names, axis=1)
+    check_heads([x.shape[1] for x in (q, k, v)], (q, k, v), names)
 
 
 def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> None:
@@ -106,20 +106,16 @@ def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> No
         raise value_error(nk, f"head dim must equal {nq}'s ({q.shape[-1]})", k, f"Project {nk} to {nq}'s head dim.")
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], axis: int) -> None:
-    nq, nk, nv = names
-    if v.shape[axis] != k.shape[axis]:
-        raise value_error(nv, f"must have as many heads as {nk} ({k.shape[axis]})", v, "Pass one value for each key.")
-    heads_q, heads_kv = q.shape[axis], k.shape[axis]
-    if heads_kv == 0 and heads_q != 0:
+def check_heads(heads: Sequence[int], given: Sequence[Tensor], names: Sequence[str]) -> None:
+    """`heads` of q, k and v; `given`: these as the caller has them."""
+    (heads_q, heads_k, heads_v), (q, k, v), (nq, nk, nv) = heads, given, names
+    if heads_v != heads_k:
+        raise value_error(nv, f"must have as many heads as {nk} ({heads_k})", v, "Pass one value for each key.")
+    if heads_k == 0 and heads_q != 0:
         raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass the head they share.")
-    if heads_kv and heads_q % heads_kv:
-        raise value_error(
-            nq,
-            f"number of heads must be a multiple of {nk}'s ({heads_kv})",
-            q,
-            "Pass the same number of query heads for every key head.",
-        )
+    if heads_k and heads_q % heads_k:
+        relation = f"number of heads must be a multiple of {nk}'s ({heads_k})"
+        raise value_error(nq, relation, q, "Pass the same number of query heads for every key head.")
 
 
 def check_dense(q: object, k: object, v: object, names: Sequence[str] = QKV) -> None:
@@ -155,10 +151,7 @@ def check_options(
             continue
         remedy = f"Pass a number, or None for {default}."
         if not is_number(x):
-            if isinstance(x, Tensor) and x.numel() == 1:
-                remedy = f"Pass {name}.item()."
-                if x.requires_grad and name == "scale":
-                    remedy = "It would get no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."
+            remedy = number_instead(name, x) if isinstance(x, Tensor) and x.numel() == 1 else remedy
             raise type_error(name, "must be a float or None", x, remedy)
         if not is_finite(x):
             raise value_error(name, "must be finite", x, remedy)
@@ -168,6 +161,18 @@ def check_options(
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if softcap is not None and not isinstance(softcap, SYMBOLS) and plain(softcap) < FLOAT32.tiny:
         raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
+
+
+def number_instead(name: str, x: Tensor) -> str:
+    """The remedy for a scale or softcap that is a tensor of one element."""
+    multiply = "pass 1.0 and multiply the queries by it"
+    if transformed(x):
+        instead = multiply if name == "scale" else "call once for each of its values"
+        return f"To a transform of torch.func it is no number: {instead}."
+    if x.requires_grad:
+        instead = f"{multiply}, or pass scale.item()" if name == "scale" else f"if it wants none, pass {name}.item()"
+        return f"It would get no gradient: {instead}."
+    return f"Pass {name}.item()."
 
 
 def check_flag(name: str, flag: object) -> None:

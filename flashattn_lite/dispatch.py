@@ -150,6 +150,8 @@ def choose(problem: AttentionProblem, inputs: Inputs, backend: str, backends: Se
     table = "; ".join(
         f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, inputs, backends).items()
     )
+    if backend == "auto":
+        raise BackendError(f"backend: none can run this problem. By backend: {table}. Pass what one of them takes.")
     raise BackendError(
         f"backend: {backend!r} can't run this problem. By backend: {table}. Use 'auto', or one that would run."
     )

@@ -39,7 +39,9 @@ def show(value: object) -> str:
     if isinstance(value, (Number, str)) or value is None:
         text = repr(value) if isinstance(value, str) else str(value)
         return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
-    if hasattr(value, "shape") and hasattr(value, "dtype"):  # NumPy's, say
+    if getattr(value, "shape", None) == () and type(value).__module__ == "numpy":  # of its flags, say
+        return f"NumPy's {value}"[:WIDTH]
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of shape {value.shape}, {value.dtype}"
     return f"a {type(value).__name__}"
 

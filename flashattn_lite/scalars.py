@@ -66,14 +66,13 @@ def as_int64(x: Any) -> Any:
 def diagonals_as_int64(q_start: Any, left: Any, right: Any) -> tuple[Any, Any, Any]:
     """q_start and a window's sides likewise, so that start - left and start + right stay what they are, or as far out.
 
-    Each by itself kept in 64 bits, two that are further out would give a diagonal between them. So they are in compiled
-    code, whose symbols are not to be compared.
+    Each by itself kept in 64 bits, two that are further out would give a diagonal between them.
     """
-    if torch.compiler.is_compiling():
-        return as_int64(q_start), as_int64(left), as_int64(right)
     start, left, right = as_int(q_start), as_int(left), as_int(right)
-    if any(isinstance(x, int) and abs(x) > FAR_OUT // 2 for x in (start, left, right)):
-        whole, near = start or 0, FAR_OUT // 2
+    near = FAR_OUT // 2
+    known = [x for x in (start, left, right) if isinstance(x, int)]
+    if not all(unless_known(-near <= x) and unless_known(x <= near) for x in known):
+        whole = start or 0
         kept = lambda x: max(-near, min(near, x))
         start = start if start is None else kept(whole)
         left = left if left is None else kept(whole) - kept(whole - left)

@@ -106,16 +106,14 @@ def _checked(
     diagonal: Diagonal = (is_causal, 0 if is_causal else None)
     if is_causal_bias(attn_mask) and not is_causal:
         diagonal, attn_mask = _diagonal_of(attn_mask, query, key), None
-    given = query, key, value
+    given, given_mask = (query, key, value), attn_mask
     # torch's function is on autocast's list of those that run in the lower precision; so is this one.
     query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
-    _check_mask(attn_mask, query, is_causal)
+    _check_mask(attn_mask, given_mask, query, is_causal)
     rank = max(query.dim(), key.dim(), value.dim(), 3)
     q, k, v = (x.reshape((1,) * (rank - x.dim()) + x.shape) for x in (query, key, value))
     q, k, v = _broadcast(q, k, v, given, enable_gqa)
-    mask = attn_mask
-    if mask is not None:
-        mask = _broadcast_mask(mask, (*q.shape[:-1], k.shape[-2]))
+    mask = None if attn_mask is None else _broadcast_mask(attn_mask, given_mask, (*q.shape[:-1], k.shape[-2]))
     return q, k, v, mask, diagonal, None if scale is None else float(scale)
 
 
@@ -170,20 +168,22 @@ def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa:
     arguments.check_options(causal=is_causal, q_start=0, window=None, scale=scale, softcap=None)
 
 
-def _check_mask(attn_mask: Tensor | None, query: Tensor, is_causal: bool) -> None:
+def _check_mask(attn_mask: Tensor | None, given: Tensor | None, query: Tensor, is_causal: bool) -> None:
+    """given: as the caller has it, for errors: of another dtype maybe, under autocast."""
     if attn_mask is None:
         return
     if is_causal:
         remedy = "Pass one of them; for both, use flashattn_lite.attention(..., mask=, causal=True, q_start=0)."
-        raise value_error("attn_mask", "must be None when is_causal is True", attn_mask, remedy)
+        remedy = "Leave is_causal out: it says as much." if is_causal_bias(given) else remedy
+        raise value_error("attn_mask", "must be None when is_causal is True", given, remedy)
     if not isinstance(attn_mask, Tensor):
         raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, "Convert it with torch.as_tensor.")
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         dtype = show(query.dtype)
-        raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", attn_mask, "Cast it first.")
+        raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", given, "Cast it first.")
     if attn_mask.device != query.device:
-        raise value_error("attn_mask", f"must be on query's device ({query.device})", attn_mask, "Move it with .to().")
+        raise value_error("attn_mask", f"must be on query's device ({query.device})", given, "Move it with .to().")
 
 
 def _diagonal_of(bias: Any, query: Tensor, key: Tensor) -> Diagonal:
@@ -201,18 +201,19 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool
     given: as the caller has them, for errors: of other ranks maybe, and other dtypes under autocast.
     """
     _, nk, nv = NAMES
-    for name, x in ((nk, k), (nv, v)):
+    for name, x, came in ((nk, k, given[1]), (nv, v, given[2])):
         if x.dtype != q.dtype:
             relation = f"dtype must equal query's ({show(q.dtype)})"
-            raise type_error(name, relation, x, f"Cast with {name}.to(query.dtype).")
+            raise type_error(name, relation, came, f"Cast with {name}.to(query.dtype).")
         if x.device != q.device:
-            raise value_error(name, f"must be on query's device ({q.device})", x, f"Move it: {name}.to(query.device).")
-    arguments.check_head_dims(q, k, v, NAMES)
+            relation = f"must be on query's device ({q.device})"
+            raise value_error(name, relation, came, f"Move it: {name}.to(query.device).")
+    arguments.check_head_dims(*given, NAMES)
     if v.shape[-2] != k.shape[-2]:
         raise value_error(nv, f"length must equal key's ({k.shape[-2]})", given[2], "Pass one value for each key.")
     keep = 3 if enable_gqa else 2  # trailing dims that do not broadcast
     if enable_gqa:
-        arguments.check_heads(q, k, v, NAMES, axis=-3)
+        arguments.check_heads([x.shape[-3] for x in (q, k, v)], given, NAMES)
     for name, x, came in ((nk, k, given[1]), (nv, v, given[2])):
         if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
             heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
@@ -232,11 +233,11 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
     return all(x == y or x == 1 or y == 1 for x, y in zip(a, b, strict=True))
 
 
-def _broadcast_mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
+def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -> Tensor:
     if not arguments.broadcasts_to(mask.shape, full):
         relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
         remedy = "Make each of its last dimensions 1 or as large as that, or expand query's batch."
-        raise value_error("attn_mask", relation, mask, remedy)
+        raise value_error("attn_mask", relation, given, remedy)
     return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
 
 

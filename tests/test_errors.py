@@ -32,15 +32,10 @@ def packed(**changes):
     return lambda: fa.attention_varlen(*tensors, **arguments)
 
 
-def sdpa(**changes):
-    arguments = {"query": Q, "key": Q, "value": Q, **changes}
-    return lambda: fa.scaled_dot_product_attention(**arguments)
-
-
-# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
 with warnings.catch_warnings(action="ignore"):  # torch: a prototype
     NESTED = torch.nested.nested_tensor([Q[0], Q[1, :, :3]])
 
+# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
 REFUSED = {
     "not a tensor": (call(q=[1.0]), TypeError, "q: must be a torch.Tensor; got [1.0]. Convert it with torch.as_tensor."),
     "rank": (call(q=Q[0]), ValueError,
@@ -92,6 +87,13 @@ REFUSED = {
                           "0000000000000000000.... Pass a number, or None for the default."),
     "scale of a tensor": (call(scale=torch.tensor(0.5)), TypeError, "scale: must be a float or None; got a tensor of shape "
                           "(), float32, on cpu. Pass scale.item()."),
+    "softcap that learns": (call(softcap=torch.tensor(3.0, requires_grad=True)), TypeError, "softcap: must be a float or "
+                            "None; got a tensor of shape (), float32, on cpu. It would get no gradient: if it wants none, "
+                            "pass softcap.item()."),
+    "scale under vmap": (lambda: torch.vmap(lambda s: fa.attention(Q, Q, Q, scale=s))(torch.ones(2)), TypeError,
+                         "To a transform of torch.func it is no number: pass 1.0 and multiply the queries by it."),
+    "softcap under vmap": (lambda: torch.vmap(lambda s: fa.attention(Q, Q, Q, softcap=s))(torch.ones(2)), TypeError,
+                           "To a transform of torch.func it is no number: call once for each of its values."),
     "scale a flag": (call(scale=True), TypeError, "scale: must be a float or None; got True. Pass a number, or None for"),
     "q nested": (call(q=NESTED), TypeError, "q: must be a dense strided tensor; "
                  "got a nested tensor, float32, on cpu. Pad it with torch.nested.to_padded_tensor, or pack its sequences "
@@ -125,30 +127,9 @@ REFUSED = {
                         "bound on the lengths, or None."),
     "max_seqlen kind": (packed(max_seqlen_k=torch.tensor(9)), TypeError, "max_seqlen_k: must be an int or None; got a"),
     "packed rank": (packed(q=Q), ValueError, "q: must have 3 dimensions (total, heads, head_dim); got a tensor of shape"),
-    "sdpa nested": (sdpa(query=NESTED), TypeError,
-                    "query: must be a dense strided tensor; got a nested tensor, float32, on cpu."),
-    "sdpa scale that learns": (sdpa(scale=torch.nn.Parameter(torch.tensor(0.5))), TypeError,
-                               "scale: must be a float or None; got a tensor of shape (), float32, on cpu. It would get "
-                               "no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."),
-    "sdpa scale of one": (sdpa(scale=torch.tensor([0.5])), TypeError, "scale: must be a float or None; got a tensor of"),
-    "sdpa gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
-    "sdpa mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
-                             "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
-    "sdpa mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
-    "sdpa mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
-                        "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
-    "sdpa mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "
-                        "query's (float32); got a tensor of shape (5, 5), float16"),
-    "sdpa dropout": (sdpa(dropout_p=1.5), ValueError, "dropout_p: must be between 0 and 1; got 1.5."),
-    "sdpa dropout, a flag": (sdpa(dropout_p=True), NotImplementedError, "dropout_p: dropout of attention weights is not"),
-    "sdpa dropout on": (sdpa(dropout_p=0.1), NotImplementedError, "dropout_p: dropout of attention weights is not "
-                        "implemented; got 0.1. Pass 0.0"),
-    "sdpa lengths": (sdpa(value=Q[:, :, :4]), ValueError, "value: length must equal key's (5); got a tensor of shape"),
-    "sdpa heads": (sdpa(key=K, value=K), ValueError, "key: batch dims and heads must broadcast with query's (2, 4, 5, 8);"
-                   " got a tensor of shape (2, 2, 7, 8), float32, on cpu. For grouped heads pass enable_gqa=True."),
-    "sdpa rank": (sdpa(query=Q[0, 0, 0]), ValueError, "query: must have at least 2 dimensions (..., length, head_dim);"),
-    "sdpa kind": (sdpa(query=None), TypeError, "query: must be a torch.Tensor; got None."),
-    "merge nothing": (lambda: fa.merge_attention([]), ValueError, "parts: must be a sequence of at least one (out, lse)"),
+    "merge nothing": (lambda: fa.merge_attention([]), ValueError, "parts: must hold at least one (out, lse) pair; got []."),
+    "merge a generator": (lambda: fa.merge_attention(x for x in ()), TypeError, "parts: must be a sequence of (out, lse) "
+                          "pairs; got a generator. Pass a list of them."),
     "merge lse": (lambda: fa.merge_attention([(Q, Q[..., 0].mT)]), ValueError, "parts[0]: lse must have one value per row "
                   "of out (2, 4, 5, 8); got a tensor of shape (2, 5, 4)"),
     "merge shapes": (lambda: fa.merge_attention([(Q, Q[..., 0]), (Q[:1], Q[:1, ..., 0])]), ValueError,
@@ -211,6 +192,15 @@ def test_diagonals_beyond_64_bits_are_those_of_the_formula():
     for (start, window), mean in seen.items():
         out, lse = fa.attention(q, k, v, q_start=start, window=window, return_lse=True)
         assert (lse.item() == -torch.inf) if mean is None else out.item() == pytest.approx(mean)
+        compiled = torch.compile(fa.attention, backend="aot_eager", fullgraph=True)
+        out_c, lse_c = compiled(q, k, v, q_start=start, window=window, return_lse=True)
+        assert torch.equal(out, out_c) and torch.equal(lse, lse_c)
+
+
+def test_who_asks_for_whatever_runs_is_not_told_to():
+    far = K[:1, :1, :1].expand(1, 1, 2**31, 8)
+    with pytest.raises(BackendError, match=r"backend: none can run this problem\. By backend: .*tiled: .*2147483648"):
+        fa.attention(Q[:1, :1], far, far, window=(3, 0))
 
 
 def test_integers_of_numpy_are_integers():

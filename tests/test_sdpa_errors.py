@@ -1,0 +1,73 @@
+"""Bad input to scaled_dot_product_attention is refused at the door, in torch's names and as the caller gave it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention.bias import causal_upper_left
+
+import flashattn_lite as fa
+from tests.refusals import assert_nothing_is_launched, assert_words
+
+Q, K = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+with warnings.catch_warnings(action="ignore"):  # torch: a prototype
+    NESTED = torch.nested.nested_tensor([Q[0], Q[1, :, :3]])
+
+
+def sdpa(**changes):
+    arguments = {"query": Q, "key": Q, "value": Q, **changes}
+    return lambda: fa.scaled_dot_product_attention(**arguments)
+
+
+# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
+REFUSED = {
+    "nested": (sdpa(query=NESTED), TypeError,
+               "query: must be a dense strided tensor; got a nested tensor, float32, on cpu."),
+    "scale that learns": (sdpa(scale=torch.nn.Parameter(torch.tensor(0.5))), TypeError,
+                          "scale: must be a float or None; got a tensor of shape (), float32, on cpu. It would get "
+                          "no gradient: pass 1.0 and multiply the queries by it, or pass scale.item()."),
+    "scale of one": (sdpa(scale=torch.tensor([0.5])), TypeError, "scale: must be a float or None; got a tensor of"),
+    "gqa": (sdpa(enable_gqa=1), TypeError, "enable_gqa: must be True or False; got 1. Pass bool(enable_gqa)."),
+    "mask and causal": (sdpa(attn_mask=torch.ones(5, 5).bool(), is_causal=True), ValueError,
+                        "attn_mask: must be None when is_causal is True; got a tensor of shape (5, 5), bool"),
+    "a bias and causal": (sdpa(attn_mask=causal_upper_left(5, 5), is_causal=True), ValueError,
+                          "Leave is_causal out: it says as much."),
+    "as given": (sdpa(value=torch.randn(5, 257)), NotImplementedError, "value: head dim must be at most 256; got a "
+                 "tensor of shape (5, 257)"),
+    "heads as given": (lambda: fa.scaled_dot_product_attention(torch.ones(6, 5, 8), torch.ones(1, 4, 5, 8),
+                       torch.ones(4, 5, 8), enable_gqa=True), ValueError, "query: number of heads must be a multiple "
+                       "of key's (4); got a tensor of shape (6, 5, 8)"),
+    "mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
+    "mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
+                   "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
+    "mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "
+                   "query's (float32); got a tensor of shape (5, 5), float16"),
+    "dropout": (sdpa(dropout_p=1.5), ValueError, "dropout_p: must be between 0 and 1; got 1.5."),
+    "dropout, a flag": (sdpa(dropout_p=True), NotImplementedError, "dropout_p: dropout of attention weights is not"),
+    "dropout on": (sdpa(dropout_p=0.1), NotImplementedError, "dropout_p: dropout of attention weights is not "
+                   "implemented; got 0.1. Pass 0.0"),
+    "lengths": (sdpa(value=Q[:, :, :4]), ValueError, "value: length must equal key's (5); got a tensor of shape"),
+    "heads": (sdpa(key=K, value=K), ValueError, "key: batch dims and heads must broadcast with query's (2, 4, 5, 8);"
+              " got a tensor of shape (2, 2, 7, 8), float32, on cpu. For grouped heads pass enable_gqa=True."),
+    "rank": (sdpa(query=Q[0, 0, 0]), ValueError, "query: must have at least 2 dimensions (..., length, head_dim);"),
+    "kind": (sdpa(query=None), TypeError, "query: must be a torch.Tensor; got None."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_these_words(name):
+    assert_words(REFUSED, name)
+
+
+def test_nothing_is_launched_for_bad_input(monkeypatch):
+    assert_nothing_is_launched(REFUSED, "flashattn_lite.dispatch.prepare", monkeypatch)
+
+
+def test_under_autocast_tensors_are_shown_as_they_came():
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(NotImplementedError, match=r"shape \(5, 257\), float32"):
+            sdpa(value=torch.randn(5, 257))()
+        with pytest.raises(ValueError, match=r"attn_mask: .* shape \(5, 4\), float32"):
+            sdpa(attn_mask=torch.randn(5, 4))()

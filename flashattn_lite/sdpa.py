@@ -110,10 +110,11 @@ def _checked(
     # torch's function is on autocast's list of those that run in the lower precision; so is this one.
     query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
     _check_mask(attn_mask, given_mask, query, is_causal)
-    rank = max(query.dim(), key.dim(), value.dim(), 3)
-    q, k, v = (x.reshape((1,) * (rank - x.dim()) + x.shape) for x in (query, key, value))
+    rank = max(query.dim(), key.dim(), value.dim())
+    q, k, v = (x.reshape((1,) * (max(rank, 3) - x.dim()) + x.shape) for x in (query, key, value))
     q, k, v = _broadcast(q, k, v, given, enable_gqa)
-    mask = None if attn_mask is None else _broadcast_mask(attn_mask, given_mask, (*q.shape[:-1], k.shape[-2]))
+    full = (*q.shape[:-1], k.shape[-2])[-rank:]
+    mask = None if attn_mask is None else _broadcast_mask(attn_mask, given_mask, full)
     return q, k, v, mask, diagonal, None if scale is None else float(scale)
 
 
@@ -238,7 +239,7 @@ def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -
         relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
         remedy = "Make each of its last dimensions 1 or as large as that, or expand query's batch."
         raise value_error("attn_mask", relation, given, remedy)
-    return mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
+    return mask.reshape((1,) * (max(len(full), 3) - mask.dim()) + mask.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float | None) -> Tensor:

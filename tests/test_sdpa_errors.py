@@ -39,6 +39,8 @@ REFUSED = {
     "heads as given": (lambda: fa.scaled_dot_product_attention(torch.ones(6, 5, 8), torch.ones(1, 4, 5, 8),
                        torch.ones(4, 5, 8), enable_gqa=True), ValueError, "query: number of heads must be a multiple "
                        "of key's (4); got a tensor of shape (6, 5, 8)"),
+    "mask of more dims than matrices": (sdpa(query=Q[0, 0], key=Q[0, 0], value=Q[0, 0], attn_mask=torch.ones(1, 5, 5)),
+        ValueError, "attn_mask: must be broadcastable to (..., heads, len_q, len_k) = (5, 5); got a tensor of"),
     "mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
     "mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
                    "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),

@@ -155,10 +155,10 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
 
     `mask_bytes`: of an element of a mask that TMA can copy; 0: the mask has one row for all queries. None: there is no
     mask, or one that must be loaded.
-    A function of these, of head dims, the number of query heads a K/V head, and of lengths in five places: the number
+    A function of these, of head dims, the number of query heads a K/V head, and of lengths in six places: the number
     of keys in the tables (of packed sequences, whose neighbours would then decide, always SHORT), HOPPER_SPLITS with
-    ONE_TILE_SPLIT, whether one consumer holds all rows, SHORT_ROWS, and PACKED_ROWS. Who takes its rows may depend on
-    the batch too: `tuning_dealt.py`.
+    ONE_TILE_SPLIT, HALF_TILES, whether one consumer holds all rows, SHORT_ROWS, and PACKED_ROWS. Who takes its rows may
+    depend on the batch too: `tuning_dealt.py`.
     """
     dim, dim_v = math.prod(pieces(problem.head_dim)), math.prod(pieces_of_v(problem.head_dim_v))
     keys, causal = SHORT if problem.features.varlen else problem.len_k, problem.features.right

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
-Refused = Mapping[str, tuple[Callable[[], Any], type[Exception], str]]  # name -> call, error, a part of its text
+# name -> call, error, its text: the whole of it where the value prints the same everywhere, else its telling start.
+Refused = Mapping[str, tuple[Callable[[], Any], type[Exception], str]]
+
+with warnings.catch_warnings(action="ignore"):  # torch: a prototype
+    NESTED = torch.nested.nested_tensor([torch.randn(4, 5, 8), torch.randn(4, 3, 8)])
 
 
-def assert_words(refused: Refused, name: str) -> None:
-    run, error, text = refused[name]
-    with pytest.raises(error, match=re.escape(text)):
-        run()
+def refusal_tests(refused: Refused, door: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Two tests: each call is refused in its words, and none comes to `door`, through which all launches go."""
 
-
-def assert_nothing_is_launched(refused: Refused, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments are checked before the op: a refused call never comes to `door`, through which all launches go."""
-    reached: list[Any] = []
-    monkeypatch.setattr(door, lambda *args: reached.append(args))
-    for run, error, _ in refused.values():
-        with pytest.raises(error):
+    @pytest.mark.parametrize("name", refused)
+    def refused_with_these_words(name: str) -> None:
+        run, error, text = refused[name]
+        with pytest.raises(error, match=re.escape(text)):
             run()
-    assert not reached
+
+    def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+        reached: list[Any] = []
+        monkeypatch.setattr(door, lambda *args: reached.append(args))
+        for run, error, _ in refused.values():
+            with pytest.raises(error):
+                run()
+        assert not reached
+
+    return refused_with_these_words, nothing_is_launched

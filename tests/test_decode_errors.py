@@ -8,7 +8,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.errors import BackendError
-from tests.refusals import assert_nothing_is_launched, assert_words
+from tests.refusals import refusal_tests
 
 Q, K, V = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 6)
 LENS = torch.tensor([5, 32], dtype=torch.int32)
@@ -25,7 +25,6 @@ def paged(**changes):
     return call(**{"k_cache": PAGES_K, "v_cache": PAGES_V, "block_table": TABLE, **changes})
 
 
-# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
 REFUSED = {
     "no queries": (call(q=Q[:, :, :0]), ValueError, "q: length must be from 1 to 16; got a tensor of shape (2, 4, 0, 8), "
                    "float32, on cpu. For other lengths call attention(kv_lens=)."),
@@ -74,13 +73,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_these_words(name):
-    assert_words(REFUSED, name)
-
-
-def test_nothing_is_launched_for_bad_input(monkeypatch):
-    assert_nothing_is_launched(REFUSED, "flashattn_lite.dispatch.choose", monkeypatch)
+test_refused_with_these_words, test_nothing_is_launched_for_bad_input = refusal_tests(
+    REFUSED, "flashattn_lite.dispatch.choose"
+)
 
 
 def test_a_named_backend_never_falls_back():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from fractions import Fraction
 
 import pytest
@@ -13,7 +12,7 @@ import flashattn_lite as fa
 from flashattn_lite import dispatch
 from flashattn_lite.errors import BackendError
 from flashattn_lite.target import of
-from tests.refusals import assert_nothing_is_launched, assert_words
+from tests.refusals import NESTED, refusal_tests
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
 PACKED_Q, PACKED_K = torch.randn(10, 4, 8), torch.randn(12, 2, 8)
@@ -32,10 +31,6 @@ def packed(**changes):
     return lambda: fa.attention_varlen(*tensors, **arguments)
 
 
-with warnings.catch_warnings(action="ignore"):  # torch: a prototype
-    NESTED = torch.nested.nested_tensor([Q[0], Q[1, :, :3]])
-
-# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
 REFUSED = {
     "not a tensor": (call(q=[1.0]), TypeError, "q: must be a torch.Tensor; got [1.0]. Convert it with torch.as_tensor."),
     "rank": (call(q=Q[0]), ValueError,
@@ -145,13 +140,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_these_words(name):
-    assert_words(REFUSED, name)
-
-
-def test_nothing_is_launched_for_bad_input(monkeypatch):
-    assert_nothing_is_launched(REFUSED, "flashattn_lite.dispatch.prepare", monkeypatch)
+test_refused_with_these_words, test_nothing_is_launched_for_bad_input = refusal_tests(
+    REFUSED, "flashattn_lite.dispatch.prepare"
+)
 
 
 def test_a_named_backend_never_falls_back():

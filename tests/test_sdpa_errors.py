@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.nn.attention.bias import causal_upper_left
 
 import flashattn_lite as fa
-from tests.refusals import assert_nothing_is_launched, assert_words
+from tests.refusals import NESTED, refusal_tests
 
 Q, K = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
-with warnings.catch_warnings(action="ignore"):  # torch: a prototype
-    NESTED = torch.nested.nested_tensor([Q[0], Q[1, :, :3]])
 
 
 def sdpa(**changes):
@@ -21,7 +17,6 @@ def sdpa(**changes):
     return lambda: fa.scaled_dot_product_attention(**arguments)
 
 
-# (call, error, text): the whole text where the value prints the same everywhere, else its telling start.
 REFUSED = {
     "nested": (sdpa(query=NESTED), TypeError,
                "query: must be a dense strided tensor; got a nested tensor, float32, on cpu."),
@@ -58,13 +53,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_these_words(name):
-    assert_words(REFUSED, name)
-
-
-def test_nothing_is_launched_for_bad_input(monkeypatch):
-    assert_nothing_is_launched(REFUSED, "flashattn_lite.dispatch.prepare", monkeypatch)
+test_refused_with_these_words, test_nothing_is_launched_for_bad_input = refusal_tests(
+    REFUSED, "flashattn_lite.dispatch.prepare"
+)
 
 
 def test_under_autocast_tensors_are_shown_as_they_came():

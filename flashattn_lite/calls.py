@@ -95,6 +95,7 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
     d_out, d_lse, out, lse, *rest, needs = args
     if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
         d_out = d_out.contiguous()
+    lse, d_lse = lse.contiguous(), d_lse.contiguous()  # who kept lse for autograd may hand it back otherwise
     inputs, options = Inputs(*rest[:NUM_TENSORS]), tuple(rest[NUM_TENSORS:])
     tf32 = inputs.q.dtype == torch.float32 and takes_tf32()  # as in _key
     of_tensors = map(metadata, (*inputs, out, lse, d_out, d_lse))

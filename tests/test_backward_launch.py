@@ -63,6 +63,35 @@ def test_gradients_of_sums_have_no_strides(device):
     assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_lse_that_comes_back_with_other_strides(device, packed):
+    """As from hooks that offload what autograd keeps."""
+    turned = 0
+
+    def unpack(x):
+        nonlocal turned
+        if x.shape != lse.shape:
+            return x
+        turned += 1
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    tensors, tables = tensors_of(device, dtype_of(device)), ()
+    if packed:
+        tensors = [x[0].transpose(0, 1) for x in tensors]
+        tables = [torch.tensor([0, 5, len(x)], dtype=torch.int32, device=device) for x in tensors[:2]]
+    leaves = [x.requires_grad_() for x in tensors]
+    call = fa.attention_varlen if packed else fa.attention
+    limits = {"max_seqlen_q": len(leaves[0]), "max_seqlen_k": len(leaves[1])} if packed else {}
+
+    out, lse = call(*leaves, *tables, causal=True, return_lse=True, **limits)
+    upstream = upstream_of(out, lse)
+    kept = torch.autograd.grad([out, lse], leaves, upstream)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        results = call(*leaves, *tables, causal=True, return_lse=True, **limits)
+    again = torch.autograd.grad(results, leaves, upstream)
+    assert turned == 1 and all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
 def test_a_sum_that_lse_hides_is_counted_anew(device):
     """Without a mask: scores so large that of their weights float32 holds three digits."""
     dtype = dtype_of(device)

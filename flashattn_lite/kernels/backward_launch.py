@@ -50,7 +50,10 @@ def why_not(problem: AttentionProblem, inputs: Inputs, needs: Sequence[bool], ta
 
 
 def prepare(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target) -> Run:
-    """What makes the gradients of q, k, v, mask and sinks, for tensors of this metadata; None where none is needed."""
+    """What makes the gradients of q, k, v, mask and sinks, for tensors of this metadata; None where none is needed.
+
+    It takes lse and d_lse contiguous.
+    """
     if target.interpreting:
         return lambda *tensors: interpret(problem, needs, target, *tensors)
     return Call(problem, inputs, d_out, needs, target)
@@ -73,7 +76,7 @@ def interpret(
         out, d_out = out.float(), d_out.float()
     call = Call(problem, inputs, d_out, needs, target)
     grads, rows = call.allocate(inputs, lse)
-    for start, args in call.launches(inputs, out, lse, d_out, d_lse.contiguous(), grads, rows):
+    for start, args in call.launches(inputs, out, lse, d_out, d_lse, grads, rows):
         if start.grid[0]:
             with interpreted():
                 start.kernel[start.grid](*args, **start.options)
@@ -244,7 +247,7 @@ class Call:
         grads: list[Tensor | None],
         rows: Rows,
     ) -> Launches:
-        """In their order, with their arguments. lse and d_lse are contiguous."""
+        """In their order, with their arguments."""
         problem, scores = self.problem, score_args(self.problem, inputs)
         q, k, v = inputs[:3]
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
@@ -268,7 +271,7 @@ class Call:
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Grads:
         grads, rows = self.allocate(inputs, lse)
-        on(lse.device, self._launch, inputs, out, lse, d_out, d_lse.contiguous(), grads, rows)
+        on(lse.device, self._launch, inputs, out, lse, d_out, d_lse, grads, rows)
         return self.wanted(inputs, grads, rows)
 
     def _launch(self, *tensors: Any) -> None:

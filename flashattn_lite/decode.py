@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators
 from flashattn_lite import target as targets
-from flashattn_lite.decode_backends import BACKENDS, Run
+from flashattn_lite.decode_backends import BACKENDS
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.scalars import as_int64
 
-Ready = tuple[AttentionProblem, Run]  # a call that was prepared, for all tensors of its metadata
+Ready = tuple[AttentionProblem, dispatch.Run]  # a call that was prepared, for all tensors of its metadata
 TENSORS = 6  # they come first in the op's arguments
 
 
@@ -66,7 +66,7 @@ def _prepared(*args: Any) -> Ready:
     *given, backend = args
     inputs, problem = problem_of(*given)
     chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)
-    return problem, chosen.prepare(problem, inputs, given[4], *calls.allocate(problem, inputs), target)
+    return problem, chosen.prepare(problem, inputs, *calls.allocate(problem, inputs), target, given[4])
 
 
 def _run(ready: Ready, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def _run(ready: Ready, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     q, k, v, kv_lens, table, sinks = tensors
     inputs = Inputs(q, k, v, sinks=sinks, kv_lens=kv_lens)
     out, lse = calls.allocate(problem, inputs)
-    run(inputs, table, out, lse)
+    run(inputs, out, lse, table)
     return out, lse
 
 
@@ -232,7 +232,7 @@ def explain_decode(
     options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
     inputs, problem = problem_of(q, k_cache, v_cache, kv_lens, block_table, sinks, *options)
     chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)
-    tile = chosen.tile(problem, inputs, block_table, target)
+    tile = chosen.tile(problem, inputs, target)
     return dispatch.Explanation(chosen.name, tile, target, dispatch.reasons(problem, inputs, BACKENDS))
 
 

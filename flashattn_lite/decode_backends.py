@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -13,16 +11,12 @@ from flashattn_lite import dispatch, tiled
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
-Run = Callable[[Inputs, Tensor | None, Tensor, Tensor], None]  # (inputs, block table, out, lse)
 
-
-class Hopper:
+class Hopper(dispatch.Hopper):
     """Attention's kernel for sm_90a, of more rows than decoding's are for: it copies pages by TMA, too."""
 
-    name = "hopper"
-
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        reasons = dispatch.Hopper().why_not(problem, inputs, target)
+        reasons = super().why_not(problem, inputs, target)
         if not reasons:
             from flashattn_lite.kernels import tuning_parts
 
@@ -34,61 +28,32 @@ class Hopper:
                 )
         return reasons
 
-    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
-        return dispatch.Hopper().tile(problem, inputs, target)
 
-    def prepare(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-    ) -> Run:
-        from flashattn_lite.kernels import attention_hopper_launch
-
-        call = attention_hopper_launch.Call(problem, inputs, out, lse, target, table=table)
-        return lambda inputs, table, out, lse: call(inputs, out, lse, table)
-
-
-class SplitTriton:
-    """The split-KV kernels. Their module imports Triton, so it is imported when first needed."""
+class SplitTriton(dispatch.Split):
+    """The split-KV kernels, of all that the portable kernel takes too."""
 
     name = "triton"
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        if target.triton:
-            return [target.triton]
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.why_not(problem, target)
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.config_of(problem, inputs, target)
-
-    def prepare(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-    ) -> Run:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.prepare(problem, inputs, table, out, lse, target)
+        return dispatch.Triton().why_not(problem, inputs, target)
 
 
-class Tiled:
+class Tiled(dispatch.Tiled):
     """Plain torch on any device. Pages are gathered for one sequence at a time, so that memory stays linear."""
 
-    name = "tiled"
-
-    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        return tiled.why_not(problem)
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, target: Target) -> Any:
-        return tiled.tile_of(problem)
-
     def prepare(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-    ) -> Run:
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+        table: Tensor | None = None,
+    ) -> dispatch.Run:
         return functools.partial(self.forward, problem)
 
     def forward(
-        self, problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor
+        self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None
     ) -> None:
         if table is None:
             tiled.forward(problem, inputs, out, lse)

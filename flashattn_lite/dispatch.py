@@ -14,7 +14,7 @@ from flashattn_lite.errors import BackendError, value_error
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.target import Target
 
-Run = Callable[[Inputs, Tensor, Tensor], None]
+Run = Callable[..., None]  # of (inputs, out, lse), and of a cache the block table
 Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # (inputs, out, lse, d_out, d_lse)
 
 
@@ -39,10 +39,18 @@ class Hopper:
 
         return attention_hopper_launch.config_of(problem, inputs, target)
 
-    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
+    def prepare(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+        table: Tensor | None = None,
+    ) -> Run:
         from flashattn_lite.kernels import attention_hopper_launch
 
-        return attention_hopper_launch.Call(problem, inputs, out, lse, target)
+        return attention_hopper_launch.Call(problem, inputs, out, lse, target, table=table)
 
 
 class Backend(Protocol):
@@ -99,11 +107,18 @@ class Split:
 
         return decode_launch.config_of(problem, inputs, target)
 
-    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
+    def prepare(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        target: Target,
+        table: Tensor | None = None,
+    ) -> Run:
         from flashattn_lite.kernels import decode_launch
 
-        call = decode_launch.prepare(problem, inputs, None, out, lse, target)
-        return lambda inputs, out, lse: call(inputs, None, out, lse)
+        return decode_launch.prepare(problem, inputs, out, lse, target, table)
 
 
 class Tiled:

@@ -92,7 +92,7 @@ def test_a_program_owns_a_chain_where_such_programs_are_enough(batch, tokens, ke
     lens = torch.empty(batch, dtype=torch.int32, device="meta")
     inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
     out, lse = torch.empty_like(q), torch.empty(batch, 32, tokens, device="meta")
-    call = decode_launch.Call(problem, inputs, None, out, lse, H200)
+    call = decode_launch.Call(problem, inputs, out, lse, H200)
     assert call.partial.grid[0] == batch * 8 * splits // own
     assert call.merge.parts == splits // of_a_state
     assert call.tile.OWNS_PAIR is (of_a_state == 8)
@@ -193,7 +193,7 @@ def test_with_a_mask_no_program_owns_a_pair(masked):
     inputs = Inputs(q, k, k, mask=torch.empty(8192, device="meta") if masked else None)
     problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=0.1,
                        softcap=None)  # fmt: skip
-    call = decode_launch.Call(problem, inputs, None, torch.empty_like(q), torch.empty(8, 32, 1, device="meta"), H200)
+    call = decode_launch.Call(problem, inputs, torch.empty_like(q), torch.empty(8, 32, 1, device="meta"), H200)
     assert call.tile.OWNS_PAIR is not masked
 
 
@@ -207,7 +207,7 @@ def test_programs_own_pairs_over_pages_where_nothing_is_left_to_merge(keys, pair
     lens, out, lse = table[:, 0], torch.empty_like(q), torch.empty(64, 32, 1, device="meta")
     for k, entries, owns in ((whole, None, True), (pages, table, pairs)):
         inputs, problem = decode.problem_of(q, k, k, lens, entries, None, True, None, None, 0.1, None)
-        tile = decode_launch.Call(problem, inputs, entries, out, lse, H200).tile
+        tile = decode_launch.Call(problem, inputs, out, lse, H200, table=entries).tile
         assert (owns, keys <= 1024) == (tile.OWNS_PAIR, tile.ALONE)
 
 

@@ -129,7 +129,7 @@ def plans(gpu: str, heads: int, tokens: int, dim: int, dim_v: int, dtype: torch.
         inputs = Inputs(q, k, v, None, sinks, None, *cu)
         features = replace(problem.features, kv_lens=False, varlen=True)
         problem, lse = replace(problem, features=features, promised_q=tokens), torch.empty(heads, batch * tokens)
-    return decode_launch.plan(problem, inputs, table, out, lse, target)
+    return decode_launch.plan(problem, inputs, out, lse, target, table=table)
 
 
 def tile_of(launches: tuple) -> DecodeTile:
@@ -206,7 +206,7 @@ def test_lengths_and_batch_do_not_recompile(tokens):
         inputs, problem = decode.problem_of(q, k, k, lens, None, None, True, None, None, 0.1, None)
         out, lse = torch.empty_like(q), torch.empty(batch, 8, tokens, device="meta")
         target = replace(GPUS["sm_90"][1], multiprocessors=132)
-        launches = decode_launch.plan(problem, inputs, None, out, lse, target)
+        launches = decode_launch.plan(problem, inputs, out, lse, target)
         partial, *merge = (compiled("sm_90", plan).hash for plan in launches)
         tile = tile_of(launches)
         tells = launches[0][2][-3]

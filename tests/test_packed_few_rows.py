@@ -156,13 +156,13 @@ def problem_of(tokens, keys, most_q, most_k=None, group=4, **options):
 @pytest.mark.parametrize(
     ("group", "most", "reason"),
     [
-        (4, None, "max_seqlen_q says that they are short; none was given"),
-        (1, UNPROMISED, "allows 17"),
+        (4, None, "these are 68 (where nothing is promised, 17 for each query head)"),
+        (1, UNPROMISED, "these are 17"),
         (4, 4, ""),
-        (4, 5, "of packed sequences it is for 1 to 16 query rows per key/value head; max_seqlen_q allows 20"),
+        (4, 5, "for 1 to 16 query rows per key/value head, as max_seqlen_q promises them; here these are 20"),
         (16, 1, ""),
-        (17, 1, "allows 17"),
-        (4, 0, "allows 0"),
+        (17, 1, "these are 17"),
+        (4, 0, "these are 0"),
     ],
 )
 def test_who_is_taken(group, most, reason):
@@ -201,7 +201,7 @@ def call_of(batch: int, tokens: int, keys: int, most_k: int) -> decode_launch.Ca
     inputs = Inputs(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu)
     rest = {"q_start": None, "window_left": None, "window_right": None, "softcap": None}
     problem = describe(inputs, causal=True, scale=1.0, max_seqlen_q=tokens, max_seqlen_k=most_k, **rest)
-    return decode_launch.Call(problem, inputs, None, q, torch.empty(32, batch * tokens, device="meta"), H200)
+    return decode_launch.Call(problem, inputs, q, torch.empty(32, batch * tokens, device="meta"), H200)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,6 @@ def test_where_nobody_sees_a_key_no_launch_lacks_the_one_it_waits_for(keys, q_st
     inputs = Inputs(q, k, k, cu_seqlens_q=table((1, 7)), cu_seqlens_k=table(keys))
     problem = describe(inputs, causal=True, q_start=q_start, window_left=None, window_right=None, scale=None,
                        softcap=None, max_seqlen_q=8, max_seqlen_k=8)  # fmt: skip
-    call = decode_launch.Call(problem, inputs, None, torch.empty(8, 4, 64).half(), torch.empty(4, 8), H200)
+    call = decode_launch.Call(problem, inputs, torch.empty(8, 4, 64).half(), torch.empty(4, 8), H200)
     assert [x.kernel.fn.__name__ for x in call.starters] == ["partial_kernel", "uncovered_kernel"]
     assert all(x.grid[0] > 0 for x in call.starters) and "launch_pdl" not in call.partial.options

@@ -32,7 +32,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     varies,
 )
-from flashattn_lite.kernels.start import Address, Starter, counters, on
+from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
@@ -179,8 +179,8 @@ class Call:
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
         self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
-        # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
-        options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], "enable_fp_fusion": False}
+        registers = REGISTERS[tile.WARPGROUPS, config.blocks]
+        options = {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": False}  # as in options_of
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
@@ -232,8 +232,8 @@ def plan(
     target: Target,
     config: HopperConfig | None = None,
     table: Tensor | None = None,
-) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """(kernel, grid, args, kwargs) of the first launch, to look at or to compile."""
+) -> Plan:
+    """The first launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config, table)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     if call.merge:

@@ -25,7 +25,7 @@ from flashattn_lite.kernels.operands import (
     varies,
     vectorised,
 )
-from flashattn_lite.kernels.start import Starter, on
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
@@ -60,9 +60,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: T
 def why_not(problem: AttentionProblem, target: Target) -> list[str]:
     """Reasons why the portable kernel can't take this problem here; empty if it can."""
     reasons = []
-    if target.triton:
-        reasons.append(target.triton)
-    elif target.kind not in ("cuda", "hip") and not target.interpreting:
+    if target.kind not in ("cuda", "hip") and not target.interpreting:
         reasons.append(
             f"Triton has no compiler for {target.kind} tensors here (TRITON_INTERPRET=1 runs its interpreter)"
         )
@@ -96,10 +94,8 @@ class Call:
             *lse_strides(lse, packed),
             *(num_m, rows_q, rows_k, problem.diag_lo, problem.diag_hi, problem.heads_q),
         )
-        # Fusing s * scale - m behind our back would make p of the largest score differ from 1: see device/state.py.
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
         blocks = num_m * problem.batch * problem.heads_q
-        self.start = Starter(attention_kernel, blocks, options)
+        self.start = Starter(attention_kernel, blocks, options_of(config))
         self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed and rows_q else None
 
     def lend(self, inputs: Inputs) -> list[Any]:
@@ -132,8 +128,8 @@ def plan(
     lse: Tensor,
     target: Target,
     config: TileConfig | None = None,
-) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """(kernel, grid, args, kwargs) of one launch, to look at or to compile."""
+) -> Plan:
+    """One launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
     args = call.arguments(call.lend(inputs), inputs, out, lse)
     return call.start.kernel, call.start.grid, args, call.start.options

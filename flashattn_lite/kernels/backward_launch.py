@@ -17,10 +17,9 @@ from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
-from flashattn_lite.kernels.start import Starter, on
+from flashattn_lite.kernels.start import Starter, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
-    TileConfig,
     backward_tile,
     key_launches,
     mask_gradient_tile,
@@ -278,7 +277,3 @@ class Call:
         for start, args in self.launches(*tensors):
             if start.grid[0]:
                 start(args)
-
-
-def options_of(config: TileConfig) -> dict[str, Any]:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}

@@ -26,7 +26,7 @@ from flashattn_lite.kernels.operands import (
     strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Starter, on
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of
 from flashattn_lite.kernels.tuning import padded
 from flashattn_lite.kernels.tuning_decode import (
     FEW_ROWS,
@@ -39,21 +39,14 @@ from flashattn_lite.kernels.tuning_decode import (
     enough,
 )
 from flashattn_lite.kernels.uncovered import Uncovered
-from flashattn_lite.problem import AttentionProblem, Inputs
+from flashattn_lite.problem import UNPROMISED, AttentionProblem, Inputs
 from flashattn_lite.state import LOG2E
 from flashattn_lite.target import Target, takes_tf32
-
-Plan = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
-
-
-def why_not(problem: AttentionProblem, target: Target) -> list[str]:
-    """Reasons why the decoding kernels can't take this problem here; empty if they can. As for attention's."""
-    return attention_launch.why_not(problem, target)
 
 
 def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     """Reasons why `attention` does not split this problem's keys; empty if it does. Not the batch: bits would tell."""
-    reasons = why_not(problem, target)
+    reasons = attention_launch.why_not(problem, target)
     if problem.features.varlen:
         return reasons + why_not_packed(problem)
     rows = problem.group * problem.len_q
@@ -69,12 +62,14 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
 
 def why_not_packed(problem: AttentionProblem) -> list[str]:
     """The same of packed sequences. What was promised says how few rows there are, not how long the neighbours are."""
-    if problem.promised_q is None:
-        return ["it takes packed sequences where max_seqlen_q says that they are short; none was given"]
-    rows, most = problem.group * problem.promised_q, FEW_ROWS[0][0]
+    promised = UNPROMISED if problem.promised_q is None else problem.promised_q
+    rows, most = problem.group * promised, FEW_ROWS[0][0]
     if 0 < rows <= most:
         return []
-    return [f"of packed sequences it is for 1 to {most} query rows per key/value head; max_seqlen_q allows {rows}"]
+    return [
+        f"of packed sequences it is for 1 to {most} query rows per key/value head, as max_seqlen_q promises them; here "
+        f"these are {rows} (where nothing is promised, {UNPROMISED} for each query head)"
+    ]
 
 
 def as_promised(problem: AttentionProblem) -> AttentionProblem:
@@ -121,7 +116,7 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Deco
 
 
 class Call:
-    """A problem ready to run: `call(inputs, table, out, lse)` fills out and lse, for all tensors of the same metadata.
+    """A problem ready to run: `call(inputs, out, lse, table)` fills out and lse, for all tensors of the same metadata.
 
     problem.len_k is the capacity of a sequence; inputs.k and inputs.v are pages where there is a table.
     """
@@ -130,11 +125,11 @@ class Call:
         self,
         problem: AttentionProblem,
         inputs: Inputs,
-        table: Tensor | None,
         out: Tensor,
         lse: Tensor,
         target: Target,
         config: DecodeConfig | None = None,
+        table: Tensor | None = None,
     ) -> None:
         self.problem = problem = as_promised(problem)
         config = config or config_of(problem, inputs, target)
@@ -171,8 +166,7 @@ class Call:
             *(problem.scale * LOG2E, problem.softcap),
             *(tile.PDL and (packed or not alone) and grid <= TELLING, problem.features, tile),
         )
-        partial: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        partial["enable_fp_fusion"] = False
+        partial = options_of(config)
         if config.registers and target.kind == "cuda":
             partial["maxnreg"] = config.registers
         self.partial = Starter(partial_kernel, grid, partial)
@@ -184,7 +178,7 @@ class Call:
         if self.uncovered:
             self.starters.append(self.uncovered.start)
 
-    def arguments(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> tuple[tuple[Any, ...], ...]:
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None) -> tuple[tuple[Any, ...], ...]:
         """Of the launches, in their order."""
         table = None if table is None else in_rows(table)
         mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
@@ -197,9 +191,9 @@ class Call:
         partial = (*read, *states, None, None, None, *self.partial_numbers)
         return partial, self.merge.arguments(inputs, out, lse, states), *behind
 
-    def __call__(self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         if out.numel():
-            on(out.device, self._launch, self.arguments(inputs, table, out, lse))
+            on(out.device, self._launch, self.arguments(inputs, out, lse, table))
 
     def _launch(self, arguments: tuple[tuple[Any, ...], ...]) -> None:
         for start, args in zip(self.starters, arguments, strict=True):
@@ -224,15 +218,15 @@ def may_own_pairs(
 def plan(
     problem: AttentionProblem,
     inputs: Inputs,
-    table: Tensor | None,
     out: Tensor,
     lse: Tensor,
     target: Target,
     config: DecodeConfig | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Plan, ...]:
     """The launches, to look at or to compile."""
-    call = Call(problem, inputs, table, out, lse, target, config)
-    arguments = call.arguments(inputs, table, out, lse)
+    call = Call(problem, inputs, out, lse, target, config, table)
+    arguments = call.arguments(inputs, out, lse, table)
     return tuple((x.kernel, x.grid, args, x.options) for x, args in zip(call.starters, arguments, strict=True))
 
 
@@ -280,25 +274,25 @@ def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
 
 
 def prepare(
-    problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
-) -> Callable[[Inputs, Tensor | None, Tensor, Tensor], None]:
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, table: Tensor | None = None
+) -> Callable[..., None]:
     """What fills out and lse for tensors of this metadata. On a GPU in few microseconds from its second run on."""
     if target.interpreting:
-        return lambda inputs, table, out, lse: interpret(problem, inputs, table, out, lse, target)
-    return Call(problem, inputs, table, out, lse, target)
+        return lambda inputs, out, lse, table=None: interpret(problem, inputs, out, lse, target, table)
+    return Call(problem, inputs, out, lse, target, table=table)
 
 
 def interpret(
-    problem: AttentionProblem, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, target: Target
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, table: Tensor | None
 ) -> None:
     """Fills out and lse through Triton's interpreter."""
     if problem.dtype == torch.bfloat16:
         wide, wide_inputs = widened(problem, inputs)
         out_wide = torch.empty_like(out, dtype=torch.float32)
-        interpret(wide, wide_inputs, table, out_wide, lse, target)
+        interpret(wide, wide_inputs, out_wide, lse, target, table)
         out.copy_(out_wide)
         return
-    for kernel, grid, args, kwargs in plan(problem, inputs, table, out, lse, target):
+    for kernel, grid, args, kwargs in plan(problem, inputs, out, lse, target, table=table):
         if grid[0]:
             with interpreted():
                 kernel[grid](*args, **kwargs)

@@ -58,7 +58,7 @@ class Merge:
         programs = heads * rows * triton.cdiv(problem.head_dim_v, columns)
         tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
         self.numbers += (long_own, long_lanes, columns, tells, problem.features, tile)
-        options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}  # as in options_of
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:

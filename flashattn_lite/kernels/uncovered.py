@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.operands import contiguous
-from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.start import Plan, Starter
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
@@ -75,7 +75,7 @@ class Uncovered:
 
 def plan(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, follows: bool = True
-) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+) -> Plan:
     """(kernel, grid, args, kwargs) of one launch, to look at, to compile or to interpret."""
     call = Uncovered(problem, inputs, target, follows)
     return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse), call.start.options

@@ -20,6 +20,7 @@ OPTIONS = (  # as the op's schema has them
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
+AT = {name: NUM_TENSORS + i for i, name in enumerate(OPTION_NAMES)}  # where they are in a call's arguments
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
 PLAIN = (type(None), bool, int, float, str)
 ORDINARY = (Tensor, torch.nn.Parameter)  # exactly: what derives from them may compute otherwise
@@ -150,12 +151,6 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a launch depends on of a tensor."""
     return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
-
-
-def ordinary(args: Arguments) -> bool:
-    """No compiler, mode or transform looks on, and no length has to be read from the GPU first."""
-    packed, longest = args[NUM_TENSORS - 1] is not None, args[NUM_TENSORS + len(OPTION_NAMES) - 2 : -1]
-    return plain(args[:NUM_TENSORS], args[NUM_TENSORS:]) and not (packed and None in longest)
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashattn_lite import calls, flops, operators
 from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
-from flashattn_lite.calls import NUM_TENSORS, OPTION_NAMES, OPTIONS, allocate, problem_of
+from flashattn_lite.calls import AT, NUM_TENSORS, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import UNPROMISED, Inputs
 from flashattn_lite.scalars import as_int64, diagonals_as_int64
 
@@ -31,8 +31,7 @@ def longest(cu_seqlens: Tensor) -> int:
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
     check_values(args)
-    *given, backend = args
-    return calls.attention((*measured(given), backend))
+    return calls.attention(measured(args))
 
 
 def _shapes(*args: Any) -> tuple[Tensor, Tensor]:
@@ -45,10 +44,11 @@ attention = operators.define(
 )
 
 
-def measured(given: list[Any]) -> tuple[Any, ...]:
-    """A call's arguments without the backend; the longest sequences of a packed batch known."""
+def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call's arguments, with or without the backend, the longest sequences of a packed batch known."""
+    given = list(args)
     for side in ("q", "k"):
-        cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")
+        cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), AT[f"max_seqlen_{side}"]
         if given[cu] is not None and given[at] is None:
             # What is measured is no promise: else neighbours would choose a sequence's kernel, and so its bits.
             given[at] = max(longest(given[cu]), UNPROMISED if side == "q" else 0)
@@ -58,9 +58,9 @@ def measured(given: list[Any]) -> tuple[Any, ...]:
 def check_values(args: calls.Arguments) -> None:
     """What the door could not read, because a compiler or a transform stood for it."""
     inputs = Inputs(*args[:NUM_TENSORS])
-    check_window(tuple(args[NUM_TENSORS + OPTION_NAMES.index(f"window_{side}")] for side in ("left", "right")))
+    check_window((args[AT["window_left"]], args[AT["window_right"]]))
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        limits = (args[NUM_TENSORS + OPTION_NAMES.index(f"max_seqlen_{side}")] for side in "qk")
+        limits = (args[AT[name]] for name in PROMISES)
         check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)
 
 
@@ -72,17 +72,16 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     """
     given = list(args)
     for name in ("scale", "softcap"):  # the schema's floats
-        at = NUM_TENSORS + OPTION_NAMES.index(name)
-        given[at] = None if given[at] is None else float(given[at])
-    at = NUM_TENSORS + OPTION_NAMES.index("q_start")  # and behind it a window's two sides
+        given[AT[name]] = None if given[AT[name]] is None else float(given[AT[name]])
+    at = AT["q_start"]  # and behind it a window's two sides
     given[at : at + 3] = diagonals_as_int64(*given[at : at + 3])
     for name in PROMISES:
-        at = NUM_TENSORS + OPTION_NAMES.index(name)
-        given[at] = as_int64(given[at])
+        given[AT[name]] = as_int64(given[AT[name]])
     args = tuple(given)  # a kernel would take an int for another type of argument
-    if not calls.ordinary(args):
+    if not calls.plain(args[:NUM_TENSORS], args[NUM_TENSORS:]):
         flops.teach()
         return attention(*args)
+    args = measured(args)
     ready = calls.prepared(args)
     done = _direct(ready, args)
     ready.trusted = True
@@ -135,7 +134,7 @@ def _no_forward_mode(*_: Any) -> None:
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, mask and sinks; an empty tensor where one is not needed."""
     d_out, d_lse, out, lse, *rest, needs = args
-    grads = calls.gradients(d_out, d_lse, out, lse, *measured(rest), needs)
+    grads = calls.gradients(d_out, d_lse, out, lse, *measured(tuple(rest)), needs)
     return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -173,10 +172,11 @@ def _gradients(
     needs = [x is not None and need for x, need in zip(tensors, asked[:DIFFERENTIABLE], strict=False)]
     results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
     # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
-    alone = not torch.is_grad_enabled() and calls.ordinary((*call, None)) and calls.plain(results, ())
-    if not alone:
+    if not torch.is_grad_enabled() and calls.plain((*tensors, *results), ctx.options):
+        grads = calls.gradients(*results, *measured(call), needs)
+    else:
         flops.teach()
-    grads = (calls.gradients if alone else attention_backward)(*results, *call, needs)
+        grads = attention_backward(*results, *call, needs)
     returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     return (*returned, *(None for _ in asked[DIFFERENTIABLE:]))
 

@@ -263,8 +263,7 @@ def test_a_models_parameters_are_ordinary():
         pass
 
     def ordinary(*tensors):
-        args = (q, k, v, *tensors, None, None, None, *[None] * len(calls.OPTION_NAMES), "auto")
-        seen.append(calls.ordinary(args))
+        seen.append(calls.plain((q, k, v, *tensors), (None, "auto")))
 
     ordinary(bias, sinks), ordinary(bias, Listen(torch.randn(4)))
     assert seen == [True, False]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
-from flashattn_lite import calls
+from flashattn_lite import calls, ops
 from flashattn_lite.problem import UNPROMISED
 from tests.test_calls import forgotten, qkv  # noqa: F401
 
@@ -43,6 +43,15 @@ def test_packed_sequences_without_limits_are_measured():
     fa.attention_varlen(X, X, X, CU, CU)
     (call,) = calls._ready.values()
     assert (call.problem.len_k, call.problem.promised_q) == (4, UNPROMISED)
+
+
+def test_gradients_of_packed_sequences_without_limits_measure_once(monkeypatch):
+    """What the call has measured its gradients know: on a GPU each look at it waits."""
+    looked, longest = [], ops.longest
+    monkeypatch.setattr(ops, "longest", lambda cu: looked.append(cu) or longest(cu))
+    x = X.clone().requires_grad_()
+    fa.attention_varlen(x, x, x, CU, CU).sum().backward()
+    assert len(looked) == 2 and x.grad is not None
 
 
 def test_numbers_of_other_types_are_not_plain():

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import flashattn_lite as fa
-from flashattn_lite import ops
+from flashattn_lite import calls, ops
 from flashattn_lite.reference import attention_reference
 
 
@@ -53,7 +53,7 @@ def test_opcheck(case, interpreting):
 def test_schema_lists_the_inputs_in_their_order():
     """Inputs and options are passed by position; a schema in another order would mix them up silently."""
     names = [argument.name for argument in torch.ops.flashattn_lite.attention.default._schema.arguments]
-    assert names == [*fa.problem.Inputs._fields, *ops.OPTION_NAMES, "backend"]
+    assert names == [*fa.problem.Inputs._fields, *calls.OPTION_NAMES, "backend"]
 
 
 def attend(q, k, v):

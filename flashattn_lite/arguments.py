@@ -73,11 +73,10 @@ def unbatched(x: Tensor) -> Tensor:
     return x
 
 
-def check_qkv(q: object, k: object, v: object, names: Sequence[str], layout: str) -> None:
+def check_qkv(q: Any, k: Any, v: Any, names: Sequence[str], layout: str) -> None:
     """Kind, rank, dtype, device, head dims and grouping; the lengths and batches are the caller's."""
     for name, x in zip(names, (q, k, v), strict=True):
         check_float_tensor(name, x)
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     rank = layout.count(",") + 1
     for name, x in zip(names, (q, k, v), strict=True):
         if x.dim() != rank:
@@ -118,11 +117,10 @@ def check_heads(heads: Sequence[int], given: Sequence[Tensor], names: Sequence[s
         raise value_error(nq, relation, q, "Pass the same number of query heads for every key head.")
 
 
-def check_dense(q: object, k: object, v: object, names: Sequence[str] = QKV) -> None:
+def check_dense(q: Any, k: Any, v: Any, names: Sequence[str] = QKV) -> None:
     """q [B, Hq, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv]."""
     nq, nk, nv = names
     check_qkv(q, k, v, names, "(batch, heads, length, head_dim)")
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     for name, x in ((nk, k), (nv, v)):
         if x.shape[0] != q.shape[0]:
             remedy = "Pass one sequence of keys for each of queries."
@@ -229,11 +227,10 @@ def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
     return len(shape) <= len(full) and all(have == want or have == 1 for have, want in pairs)
 
 
-def check_sinks(sinks: object, q: Tensor) -> None:
+def check_sinks(sinks: Any, q: Tensor) -> None:
     if sinks is None:
         return
     check_float_tensor("sinks", sinks)
-    assert isinstance(sinks, Tensor)
     _check_device("sinks", sinks, q)
     if sinks.shape != (q.shape[1],):
         raise value_error(
@@ -241,11 +238,10 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         )
 
 
-def check_kv_lens(kv_lens: object, q: Tensor, batch: int) -> None:
+def check_kv_lens(kv_lens: Any, q: Tensor, batch: int) -> None:
     if kv_lens is None:
         return
     check_int32("kv_lens", kv_lens, q)
-    assert isinstance(kv_lens, Tensor)
     if kv_lens.shape != (batch,):
         raise value_error("kv_lens", f"must have shape (batch,) = ({batch},)", kv_lens, "Pass one for each sequence.")
 

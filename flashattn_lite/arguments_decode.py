@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashattn_lite.arguments import check_dense, check_kv_lens, check_qkv, check_strided, readable
-from flashattn_lite.errors import type_error, value_error
+from flashattn_lite.arguments import check_dense, check_int32, check_kv_lens, check_qkv, readable
+from flashattn_lite.errors import value_error
 
 NAMES = ("q", "k_cache", "v_cache")
 MAX_ROWS = 16  # query tokens
 PAGE_SIZES = tuple(2**i for i in range(4, 31))  # keys; 16 is the shortest that a matrix instruction takes
 
 
-def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, block_table: object) -> None:
+def check_decode(q: Any, k_cache: Any, v_cache: Any, kv_lens: Any, block_table: Any) -> None:
     """q [B, Hq, L, D] with a cache [B, Hkv, S, D], or with pages [pages, Hkv, page_size, D] and a table [B, max_pages].
 
     The table's values are read where they can be; a GPU clamps them into the cache.
@@ -22,18 +24,13 @@ def check_decode(q: object, k_cache: object, v_cache: object, kv_lens: object, b
         check_dense(q, k_cache, v_cache, NAMES)
     else:
         check_qkv(q, k_cache, v_cache, NAMES, "(batch or pages, heads, length, head_dim)")
-    assert isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
     if not 1 <= q.shape[2] <= MAX_ROWS:
         raise value_error("q", f"length must be from 1 to {MAX_ROWS}", q, "For other lengths call attention(kv_lens=).")
-    if not isinstance(kv_lens, Tensor):
-        raise type_error(
-            "kv_lens", "must be an int32 torch.Tensor", kv_lens, "Pass torch.tensor(..., dtype=torch.int32)."
-        )
+    check_int32("kv_lens", kv_lens, q)  # here it may not be None
     check_kv_lens(kv_lens, q, q.shape[0])
     if block_table is not None:
         _check_pages(k_cache, v_cache)
         _check_table(block_table, q, k_cache)
-        assert isinstance(block_table, Tensor)
         check_table_values(block_table, kv_lens, k_cache)
 
 
@@ -50,21 +47,11 @@ def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
         raise value_error("k_cache", relation, k_cache, "Lay the pages out as (pages, heads, page_size, head_dim).")
 
 
-def _check_table(table: object, q: Tensor, k_cache: Tensor) -> None:
-    name = "block_table"
-    if not isinstance(table, Tensor):
-        raise type_error(
-            name, "must be an int32 torch.Tensor or None", table, "Pass torch.tensor(..., dtype=torch.int32)."
-        )
-    check_strided(name, table)
-    if table.dtype != torch.int32:
-        raise type_error(name, "dtype must be int32", table, "Cast it: .to(torch.int32).")
-    if table.device != q.device:
-        relation = f"must be on the device of the queries ({q.device})"
-        raise value_error(name, relation, table, "Move it with .to(device).")
+def _check_table(table: Any, q: Tensor, k_cache: Tensor) -> None:
+    check_int32("block_table", table, q)
     if table.dim() != 2 or table.shape[0] != q.shape[0]:
         relation = f"must have shape (batch, max_pages) = ({q.shape[0]}, any)"
-        raise value_error(name, relation, table, "Pass one row of page numbers for each sequence.")
+        raise value_error("block_table", relation, table, "Pass one row of page numbers for each sequence.")
     if k_cache.shape[0] == 0 and table.shape[1] != 0:
         raise value_error("k_cache", "must have at least one page for a block_table to name", k_cache, "Add a page.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -12,30 +13,21 @@ from flashattn_lite.scalars import is_int, negative
 
 
 def check_varlen(
-    q: object,
-    k: object,
-    v: object,
-    cu_seqlens_q: object,
-    cu_seqlens_k: object,
-    max_seqlen_q: object,
-    max_seqlen_k: object,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: object, max_seqlen_k: object
 ) -> None:
     """Packed sequences: q [total_q, Hq, D], k, v [total_k, Hkv, D]; values of cu_seqlens where they can be read."""
     check_qkv(q, k, v, QKV, "(total, heads, head_dim)")
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if v.shape[0] != k.shape[0]:
         raise value_error("v", f"length must equal k's ({k.shape[0]})", v, "Pass one value for each key.")
     sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
     for side, x, cu, longest in sides:
         check_int32(f"cu_seqlens_{side}", cu, x)
-        assert isinstance(cu, Tensor)
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise value_error(
                 f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Pass 0, then where each sequence ends."
             )
         if longest is not None and not is_int(longest):
             raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Pass .item() of a tensor.")
-    assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(
             "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,

@@ -52,11 +52,6 @@ class Features:
         """Scores must be in log2 units before the softmax sees them (else the scale rides in its fma)."""
         return self.softcap or not self.positive_scale
 
-    @property
-    def hides(self) -> bool:
-        """Some key inside the tensors may be invisible to some row that shares a tile with a row that sees it."""
-        return self.left or self.right or self.mask != "" or self.kv_lens or self.varlen
-
 
 @dataclass(frozen=True)
 class AttentionProblem:

@@ -59,7 +59,7 @@ REFUSED = {
                   "k_cache: page size (dim 2, with a block_table) must be a power of two from 16 up; got"),
     "no pages": (paged(k_cache=PAGES_K[:0], v_cache=PAGES_V[:0]), ValueError, "k_cache: must have at least one page for "
                  "a block_table to name; got a tensor of shape (0, 2, 16, 8), float32, on cpu. Add a page."),
-    "table kind": (paged(block_table=[[0]]), TypeError, "block_table: must be an int32 torch.Tensor or None; got [[0]]."),
+    "table kind": (paged(block_table=[[0]]), TypeError, "block_table: must be an int32 torch.Tensor; got [[0]]."),
     "table dtype": (paged(block_table=TABLE.long()), TypeError, "block_table: dtype must be int32; got a tensor of shape "
                     "(2, 2), int64, on cpu. Cast it: .to(torch.int32)."),
     "table device": (paged(block_table=TABLE.to("meta")), ValueError, "block_table: must be on the device of the queries "

@@ -1,6 +1,6 @@
 """The attention forward for Hopper (sm_90a), in Gluon: the kernel; `attention_hopper_launch.py` starts it.
 
-As many blocks as fit live on each multiprocessor (one, or three of one consumer) and work off row tiles. A tile is
+As many blocks as fit live on each multiprocessor (one, of one consumer up to three) and work off row tiles. A tile is
 BLOCK_M rows: query positions of one head, or of the PACK heads that share a K/V head, head by head within a position.
 Where they are too few for the GPU, a row tile is dealt out to DEALT blocks, which visit keys as one with all its rows
 would (tuning_dealt.py).
@@ -209,26 +209,10 @@ def launch_dependents():
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "num_m",
-        "heads",
-        "all_heads",
-        "section",
-        "early",
-        "rows_q",
-        "rows_k",
-        "diag_lo",
-        "diag_hi",
-        "num_tiles",
-        "row_tiles",
-        "stride_ob",
-        "stride_oh",
-        "stride_om",
-        "stride_lb",
-        "stride_lh",
-        "counter_ptr",
-    ]
-)
+    do_not_specialize=["counter_ptr", "stride_ob", "stride_oh", "stride_om", "stride_lb", "stride_lh", "num_m", "heads",
+                       "all_heads", "section", "early", "rows_q", "rows_k", "diag_lo", "diag_hi", "num_tiles",
+                       "row_tiles"]
+)  # fmt: skip
 def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, mask_desc, out_ptr, lse_ptr, counter_ptr, stride_ob,
                             stride_oh, stride_om, stride_lb, stride_lh, num_m, heads, all_heads, section, early, rows_q,
                             rows_k, diag_lo, diag_hi, num_tiles, row_tiles, args, F: gl.constexpr,
@@ -267,8 +251,8 @@ def attention_hopper_kernel(q_desc, k_desc, v_desc, o_desc, mask_desc, out_ptr, 
     lse = (lse_ptr, (stride_lb, stride_lh))
     dst = (o_desc, out_ptr, (stride_ob, stride_oh, stride_om))
     sizes = Sizes(num_m, heads, all_heads, section, early, rows_q, rows_k, diag_lo, diag_hi, num_tiles, row_tiles)
-    # Registers a thread: 168 (128 with three consumers) at launch; the producer gives most of its own to the consumers,
-    # but for what it takes to find pages.
+    # Registers a thread: the launch's REGISTERS at first; the producer gives most of its own to the consumers, but for
+    # what it takes to find pages.
     FOR_PAGES: gl.constexpr = 0 if T.PAGE == 0 else 16
     if CONSUMERS == 1:
         gl.warp_specialize([

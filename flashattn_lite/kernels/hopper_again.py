@@ -84,7 +84,7 @@ def update(s, mask, m_i, l_i, i, exact, mode, rows, task, args, F: gl.constexpr,
     """The i-th tile of scores: (m_i, l_i, alpha, p); `mask` of mask_tile. PLUS, MINUS: p is 1 for each key seen."""
     s, scale = scaled(s, args, F)
     s = gl.where(mode == REDO, s, 0.0)
-    s, scale = hide(s, scale, mask, i, rows, task, args, True, F, T)
+    s, scale = hide(s, scale, mask, i, rows, task, True, F, T)
     if F.mask == "float":  # which counts as seen whatever it adds
         s = gl.where((mode == REDO) | (s == float("-inf")), s, 0.0)
     row_scale = gl.full([ROWS], 0.0, gl.float32, m_i.type.layout) + scale

@@ -78,7 +78,7 @@ def mask_tile(at, i, rings, rows, task, args, WG: gl.constexpr, F: gl.constexpr,
 
 
 @gluon.jit
-def hide(s, scale, mask, i, rows, task, args, EXACT: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
+def hide(s, scale, mask, i, rows, task, EXACT: gl.constexpr, F: gl.constexpr, T: gl.constexpr):
     """(scores of the i-th tile with a float mask added, -inf where a row may not look; the factor to log2 units).
 
     `mask` of mask_tile.
@@ -109,7 +109,7 @@ def take(s, scale, m_i, m_new, l_i, T: gl.constexpr):
 def careful(s, mask, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.constexpr):
     """The i-th tile, masked, at the running maximum: (m_i, l_i, alpha, p). `mask` of mask_tile."""
     s, scale = scaled(s, args, F)
-    s, scale = hide(s, scale, mask, i, rows, task, args, False, F, T)
+    s, scale = hide(s, scale, mask, i, rows, task, False, F, T)
     return take(s, scale, m_i, gl.maximum(m_i, row_maximum(s, scale, F)), l_i, T)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -257,18 +256,13 @@ def room_for(x: Tensor, units: int, splits: int) -> tuple[Any, Tensor, int]:
     return counters.next(x.device), words, epoch
 
 
-@functools.cache
-def processors_of(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def processors(x: Tensor, target: Target) -> int:
     """Programs that are on the GPU at once at the least, one an SM; 0 where that is not known."""
     if target.interpreting:
         return INTERPRETED
     if target.kind != "cuda":
         return 0
-    return processors_of(x.get_device()) if x.is_cuda else OFFLINE
+    return target.multiprocessors if x.is_cuda else OFFLINE
 
 
 def launch(x: Tensor, results: Results, dim: int) -> None:

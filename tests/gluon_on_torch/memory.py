@@ -32,9 +32,6 @@ class Shared:
         assert 0 <= int(at) < len(self.x)
         return self.map(lambda x: x[int(at)])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
-        return self.map(lambda x: x.narrow(dim, start, length))
-
     def reshape(self, shape: list[int]) -> Shared:
         return self.map(lambda x: x.view(shape))
 

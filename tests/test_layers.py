@@ -20,8 +20,8 @@ ROOMS = [
     "kernels.tuning_softmax kernels.tuning_decode "
     "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
     "kernels.device",
-    "reference tiled tiled_backward softmax_tiled kernels.softmax_exchange kernels.softmax_window "
-    "kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
+    "reference tiled tiled_backward softmax_tiled kernels.softmax_shape kernels.softmax_exchange "
+    "kernels.softmax_window kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
     "kernels.backward kernels.backward_mask kernels.backward_launch "
     "kernels.hopper_shape kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
@@ -129,6 +129,7 @@ NEIGHBOURS = {
     ("kernels.softmax_ring", "kernels.softmax_window"),
     ("kernels.softmax_launch", "kernels.softmax"),
     ("kernels.softmax_launch", "kernels.softmax_ring"),
+    ("kernels.softmax_launch", "kernels.softmax_shape"),
     ("kernels.decode", "kernels.decode_splits"),
     ("kernels.decode_merge", "kernels.decode_splits"),
     ("kernels.decode_launch", "kernels.decode"),

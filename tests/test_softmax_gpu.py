@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def ring(x: Tensor, grid: int | None = None, **changed: int) -> Tensor:
     y = torch.empty_like(x)
     (launch,) = kernels.plan(x, (y,), x.dim() - 1)
     assert launch.kernel is kernels.ring_kernel
-    launch.kernel[launch.grid if grid is None else (grid,)](*launch.args, **(launch.kwargs | changed))
+    changed_shape = {"T": replace(launch.kwargs["T"], **changed)}
+    launch.kernel[launch.grid if grid is None else (grid,)](*launch.args, **(launch.kwargs | changed_shape))
     return y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,18 +44,21 @@ on_a_gpu = pytest.mark.skipif(targets.interpreting(), reason="ring_kernel is Glu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_ring_hangs_on_the_row_alone(cols: int, dtype: torch.dtype) -> None:
     (one,), (many,) = planned(empty(1, cols, dtype=dtype)), planned(empty(1000, cols, dtype=dtype))
-    schedule = {"SLOTS", "LAG"}  # of few units another, of which no bit depends
-    assert one.kernel is many.kernel and one.kwargs.keys() == many.kwargs.keys()
-    assert {name for name in one.kwargs if one.kwargs[name] != many.kwargs[name]} <= schedule
+    assert one.kernel is many.kernel
     vector = 16 // dtype.itemsize
     between = cols % vector != 0
     whole = cols <= (51192 if dtype.itemsize == 2 else 26620 if between else 32768)
     in_registers = dtype == torch.float32 and whole and not between and cols > 22528  # which fill such a tile
     assert names(one) == ["softmax_kernel" if in_registers else "ring_kernel"]
-    if one.kernel is kernels.ring_kernel:
-        assert (one.kwargs["ALIGN"], one.kwargs["BETWEEN"], one.kwargs["ALIKE"]) == (vector, between, True)
+    if in_registers:
+        assert one.kwargs == many.kwargs
+    else:
+        shape, other = one.kwargs["T"], many.kwargs["T"]
+        # Of few units another schedule, of which no bit depends.
+        assert one.kwargs | {"T": replace(shape, SLOTS=other.SLOTS, LAG=other.LAG)} == many.kwargs
+        assert shape.ALIKE and (vector, between) == (shape.ALIGN, shape.BETWEEN)
         units, length, splits = one.args[6:9]
-        step = one.kwargs["COLS"] - vector * between
+        step = shape.COLS - vector * between
         assert (splits == 1) == whole and (splits - 1) * step < cols == length <= splits * step
         assert one.grid == (units,) == (splits,)
         tile = ring_tile(cols, dtype.itemsize, HOPPER, wide=not between)
@@ -131,7 +135,7 @@ def test_a_result_that_lies_as_its_rows_do_is_stored_by_16_bytes() -> None:
     cut = whole[:, 2:]
     results = {"its own": torch.empty_like(whole), "a cut": cut, "another row": empty(10, 5003)[1:]}
     alike = {
-        name: kernels.plan(whole[:, : y.shape[1]], (y,), 1, HOPPER)[0].kwargs["ALIKE"] for name, y in results.items()
+        name: kernels.plan(whole[:, : y.shape[1]], (y,), 1, HOPPER)[0].kwargs["T"].ALIKE for name, y in results.items()
     }
     assert alike == {"its own": True, "a cut": False, "another row": False}
 

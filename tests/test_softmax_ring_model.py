@@ -134,13 +134,13 @@ def test_rows_are_whole_whoever_waits(seed: int, monkeypatch: pytest.MonkeyPatch
 BROKEN = {
     "a slot is read before its copy has landed": ("softmax_ring", "wait_group(AHEAD)", "wait_group(AHEAD + 1)"),
     "a slot is filled while it is needed": (
-        "softmax_ring", "ring[c].index(i % SLOTS)", "ring[c].index((i + 1) % SLOTS)"),
+        "softmax_ring", "ring[c].index(i % T.SLOTS)", "ring[c].index((i + 1) % T.SLOTS)"),
     "neighbours are not cleared": (
-        "softmax_ring", "            if not EVEN:\n                clear(",
+        "softmax_ring", "            if not T.EVEN:\n                clear(",
         "            if False:\n                clear("),
     "what lies behind the last row is read": ("softmax_window", "gl.minimum(vectors, sizes[3] - start // ALIGN)",
         "(vectors + 0 * sizes[3])"),
-    "a row's last elements are not loaded": ("softmax_unit", "if words * WIDTH < end", "if words * WIDTH > end"),
+    "a row's last elements are not loaded": ("softmax_unit", "if words * T.WIDTH < end", "if words * T.WIDTH > end"),
     "a row's odd element is not loaded": ("softmax_window", "(offs_n < end)\n    if", "(offs_n + 1 < end)\n    if"),
     "a row's last elements bring neighbours": (
         "softmax_window", "here = (offs_n >= lead) & (offs_n < end)\n    if", "here = offs_n < end\n    if"),
@@ -149,7 +149,7 @@ BROKEN = {
     "half of a part is taken": ("softmax_exchange", " & ((l_word >> 32).to(gl.int32) == epoch)", ""),
     "a missing part is not missed": ("softmax_exchange", "gl.where(published, 0, 1)", "gl.where(published, 0, 0)"),
     "a number is drawn twice": ("softmax_ring", "+ (AHEAD + 1) * programs", "+ AHEAD * programs"),
-    "the output is another unit's": ("softmax_ring", "(i + SLOTS - LAG) % SLOTS", "i % SLOTS"),
+    "the output is another unit's": ("softmax_ring", "(i + T.SLOTS - LAG) % T.SLOTS", "i % T.SLOTS"),
 }  # fmt: skip
 
 

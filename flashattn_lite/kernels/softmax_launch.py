@@ -28,6 +28,7 @@ from flashattn_lite.target import Target
 
 try:
     from flashattn_lite.kernels.softmax_ring import ring_kernel
+    from flashattn_lite.kernels.softmax_shape import RingShape
 except Exception:  # Gluon changes between versions of Triton: without it the other kernels serve
     ring_kernel = None
 
@@ -177,7 +178,7 @@ def ring_launch(
     y, stats = results[0], len(results) == 2
     splits = tile.split(cols)
     units = math.prod(d.size for d in dims) * splits
-    vector, width = VECTOR_BYTES // x.element_size(), WORD_BYTES // x.element_size()
+    vector = VECTOR_BYTES // x.element_size()
     lead_x, lead_y = (t.data_ptr() % VECTOR_BYTES // t.element_size() for t in (x, y))
     alike = all((d.stride_x - d.stride_y) % vector == 0 for d in dims if d.size != 1) and lead_x == lead_y
     strides = [d.stride_x for d in dims] + [d.stride_y for d in dims]
@@ -185,15 +186,26 @@ def ring_launch(
     vectors_x = (lead_x + sum((d.size - 1) * d.stride_x for d in dims) + cols) // vector
     leads = (lead_x, 0 if stats else lead_y, vectors_x)
     args = (x, y, results[-1], *room_for(x, units, splits), *lengths, *strides, *leads)
-    shape = {"COLS": tile.cols, "SLOTS": tile.slots, "LAG": tile.lag, "PARTS": triton.next_power_of_2(splits)}
-    shape |= {"PATIENCE": PATIENCE, "ALIGN": vector, "EVEN": wide and cols == splits * tile.cols, "WIDTH": width}
-    shape |= {"FLAT": dims[0].size == dims[1].size == 1, "BOTH": width == 2, "CHUNKS": tile.chunks}
-    shape |= {"BETWEEN": not wide, "ALIKE": alike or stats, "STATS": stats}
+    shape = RingShape(
+        ITEMSIZE=x.element_size(),
+        COLS=tile.cols,
+        WARPS=tile.num_warps,
+        SLOTS=tile.slots,
+        LAG=tile.lag,
+        PARTS=triton.next_power_of_2(splits),
+        PATIENCE=PATIENCE,
+        CHUNKS=tile.chunks,
+        EVEN=wide and cols == splits * tile.cols,
+        BETWEEN=not wide,
+        ALIKE=alike or stats,
+        FLAT=dims[0].size == dims[1].size == 1,
+        STATS=stats,
+    )
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers:
         options["maxnreg"] = tile.registers
     programs = min(units, tile.programs * sms) if tile.programs else units
-    return Launch(ring_kernel, (programs,), args, shape | options)
+    return Launch(ring_kernel, (programs,), args, {"T": shape} | options)
 
 
 def programs_of(tile: SoftmaxTile, units: int, sms: int) -> tuple[bool, tuple[int]]:

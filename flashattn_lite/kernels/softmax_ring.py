@@ -34,6 +34,7 @@ instructions with 64 of them a thread, 10 in PARTS 1 with 128.
 
 | file | what of it |
 | --- | --- |
+| softmax_shape.py | what it is compiled for |
 | softmax_ring.py | who takes which unit when, and who waits for whom |
 | softmax_window.py | where a unit lies in memory and in its slot |
 | softmax_unit.py | a unit's state and its output |
@@ -66,53 +67,46 @@ from flashattn_lite.kernels.softmax_window import chunk_of, slot_of, start_of
 
 
 @gluon.jit
-def computed(x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, WORDS: gl.constexpr,
-             PARTS: gl.constexpr, ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr, BETWEEN: gl.constexpr,
-             WIDTH: gl.constexpr, BOTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
-             CHUNKS: gl.constexpr):  # fmt: skip
+def computed(x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, DTYPE: gl.constexpr, T: gl.constexpr):
     """Computes and publishes all parts of a row, over what others may be publishing now: the same bits."""
     for other in range(sizes[0]):
         unit = tile * sizes[0] + other
-        start, window = slot_of(unit, cols, sizes, strides, WORDS * WIDTH, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
-        offer_state(x_ptr, start, window, rooms,
-                    CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, False)  # fmt: skip
+        start, window = slot_of(unit, cols, sizes, strides, T)
+        offer_state(x_ptr, start, window, rooms, DTYPE, T, False)
         top, l_i = merged(rooms[0], rooms[1])
         publish(parts_ptr, unit, top, l_i, epoch)
 
 
 @gluon.jit
-def awaited(found, x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, row_rooms, WORDS: gl.constexpr,
-            PARTS: gl.constexpr, PATIENCE: gl.constexpr, ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr,
-            BETWEEN: gl.constexpr, WIDTH: gl.constexpr, BOTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
-            CHUNKS: gl.constexpr):  # fmt: skip
+def awaited(found, x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, row_rooms, DTYPE: gl.constexpr,
+            T: gl.constexpr):  # fmt: skip
     """(top, l_i) of a row, of which `found` is what `taken` gave: looked for again while a part is missing."""
     top, l_i, missing = found
     looks = 0
-    while (missing != 0) & (looks < PATIENCE):
-        top, l_i, missing = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, PARTS)
+    while (missing != 0) & (looks < T.PATIENCE):
+        top, l_i, missing = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, T.PARTS)
         looks += 1
     if missing != 0:
-        computed(x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms,
-                 WORDS, PARTS, ALIGN, EVEN, FLAT, BETWEEN, WIDTH, BOTH, DTYPE, TILE, CHUNKS)  # fmt: skip
+        computed(x_ptr, parts_ptr, tile, epoch, cols, sizes, strides, rooms, DTYPE, T)
         barrier()  # from here on all threads see what one has published
-        top, l_i, _ = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, PARTS)
+        top, l_i, _ = asked(parts_ptr, tile, sizes[0], epoch, row_rooms, T.PARTS)
     return top, l_i
 
 
 @gluon.jit
-def begin(x_ptr, i, unit, units, cols, sizes, strides, ring, SLOTS: gl.constexpr, WORDS: gl.constexpr,
-          PARTS: gl.constexpr, ALIGN: gl.constexpr, EVEN: gl.constexpr, FLAT: gl.constexpr, BETWEEN: gl.constexpr,
-          WIDTH: gl.constexpr, TILE: gl.constexpr, CHUNKS: gl.constexpr):  # fmt: skip
+def begin(x_ptr, i, unit, units, cols, sizes, strides, ring, T: gl.constexpr):
     """Begins the copy of this program's i-th unit into the ring; past the last an empty copy, which is counted."""
+    CHUNKS: gl.constexpr = T.CHUNKS
+    TILE: gl.constexpr = T.TILE
     if unit < units:
-        start, window = slot_of(unit, cols, sizes, strides, WORDS * WIDTH, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
+        start, window = slot_of(unit, cols, sizes, strides, T)
         for c in gl.static_range(CHUNKS):
-            slot, offs_w = ring[c].index(i % SLOTS), offsets(WORDS // CHUNKS, TILE)
-            ptrs = x_ptr + start + c * (WORDS // CHUNKS) + offs_w
-            if EVEN:
+            slot, offs_w = ring[c].index(i % T.SLOTS), offsets(T.CHUNK, TILE)
+            ptrs = x_ptr + start + c * T.CHUNK + offs_w
+            if T.EVEN:
                 async_load(slot, ptrs)
             else:
-                async_load(slot, ptrs, mask=offs_w < chunk_of(window, c, WORDS // CHUNKS, WIDTH)[2])
+                async_load(slot, ptrs, mask=offs_w < chunk_of(window, c, T)[2])
     async_copy.commit_group()
 
 
@@ -128,13 +122,13 @@ def first_numbers(first, programs, LAG: gl.constexpr, AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def ring_of(WORD: gl.constexpr, SLOTS: gl.constexpr, WORDS: gl.constexpr, CHUNKS: gl.constexpr):
+def ring_of(WORD: gl.constexpr, T: gl.constexpr):
     """An allocation for each chunk of all slots: Triton would put barriers between copies into one."""
-    WARPS: gl.constexpr = gl.num_warps()
+    CHUNKS: gl.constexpr = T.CHUNKS
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ring = ()
     for _ in gl.static_range(CHUNKS):
-        ring = ring + (gl.allocate_shared_memory(WORD, [SLOTS, WARPS, WORDS // CHUNKS // WARPS], ROWS),)
+        ring = ring + (gl.allocate_shared_memory(WORD, [T.SLOTS, T.WARPS, T.CHUNK // T.WARPS], ROWS),)
     return ring
 
 
@@ -145,72 +139,60 @@ def ring_kernel(
     x_ptr, y_ptr, l_ptr, counter_ptr, parts_ptr, epoch: gl.int32, units: gl.int32, cols: gl.int64, splits: gl.int32,
     size_1: gl.int32, size_r: gl.int64, stride_x0: gl.int64, stride_x1: gl.int64, stride_xr: gl.int64,
     stride_y0: gl.int64, stride_y1: gl.int64, stride_yr: gl.int64,
-    lead_x: gl.int64, lead_y: gl.int64, vectors_x: gl.int64,
-    COLS: gl.constexpr, SLOTS: gl.constexpr, LAG: gl.constexpr, PARTS: gl.constexpr, PATIENCE: gl.constexpr,
-    ALIGN: gl.constexpr, EVEN: gl.constexpr, BETWEEN: gl.constexpr, ALIKE: gl.constexpr, FLAT: gl.constexpr,
-    WIDTH: gl.constexpr, BOTH: gl.constexpr, CHUNKS: gl.constexpr, STATS: gl.constexpr,
+    lead_x: gl.int64, lead_y: gl.int64, vectors_x: gl.int64, T: gl.constexpr,
 ):  # fmt: skip
     """y = softmax(x) along the columns, which lie side by side; STATS: y = max(x), and l = sum of exp(x - y).
 
     counter_ptr: an int32 zero of this launch alone; parts_ptr: two int64 a unit; neither is used with PARTS 1.
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    WORDS: gl.constexpr = COLS // WIDTH
-    WORD: gl.constexpr = gl.int32 if WIDTH == 2 else gl.float32
+    WORD: gl.constexpr = gl.int32 if T.WIDTH == 2 else gl.float32
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    OWN: gl.constexpr = COLS - ALIGN if BETWEEN else COLS  # columns of a unit
-    AHEAD: gl.constexpr = SLOTS - LAG - 1
-    TILE: gl.constexpr = gl.BlockedLayout([1, ALIGN // WIDTH], [1, 32], [WARPS, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, ALIGN], [1, 32], [WARPS, 1], [1, 0])  # TILE after `widen`
-    gl.static_assert(AHEAD >= 0 and (LAG == 0 or PARTS > 1))
+    LAG: gl.constexpr = T.LAG
+    AHEAD: gl.constexpr = T.AHEAD
+    gl.static_assert(AHEAD >= 0 and (LAG == 0 or T.PARTS > 1))
     x_strides, y_strides = (stride_x0, stride_x1, stride_xr, lead_x), (stride_y0, stride_y1, stride_yr, lead_y)
     x_ptr, y_ptr = gl.multiple_of(x_ptr - lead_x, 16).to(gl.pointer_type(WORD)), y_ptr - lead_y
-    ring, sizes = ring_of(WORD, SLOTS, WORDS, CHUNKS), (splits, size_1, size_r, vectors_x)
+    ring, sizes = ring_of(WORD, T), (splits, size_1, size_r, vectors_x)
     rooms = (warp_room(gl.float32), warp_room(gl.float32), warp_room(gl.float32))
-    if PARTS > 1:
+    if T.PARTS > 1:
         row_rooms = (warp_room(gl.float32), warp_room(gl.float32), warp_room(gl.int32))
         number_s = warp_room(gl.int32)
     first, programs = gl.program_id(0), gl.num_programs(0)
     i, numbers = 0, first_numbers(first, programs, LAG, AHEAD)
     for j in gl.static_range(AHEAD):
-        begin(x_ptr, j, numbers[LAG + j], units, cols, sizes, x_strides, ring,
-              SLOTS, WORDS, PARTS, ALIGN, EVEN, FLAT, BETWEEN, WIDTH, TILE, CHUNKS)  # fmt: skip
+        begin(x_ptr, j, numbers[LAG + j], units, cols, sizes, x_strides, ring, T)
     while numbers[0] < units:  # of LAG steps ago
         unit, late = numbers[LAG], gl.maximum(numbers[0], 0)
-        y_start, tile, split = start_of(late, sizes, y_strides, OWN, FLAT, PARTS)
-        if PARTS > 1:
-            next_w = draw(counter_ptr, gl.SliceLayout(1, TILE))
-            parts = look(parts_ptr, tile, splits, PARTS)
-        begin(x_ptr, i + AHEAD, numbers[LAG + AHEAD], units, cols, sizes, x_strides, ring,
-              SLOTS, WORDS, PARTS, ALIGN, EVEN, FLAT, BETWEEN, WIDTH, TILE, CHUNKS)  # fmt: skip
+        y_start, tile, split = start_of(late, sizes, y_strides, T)
+        if T.PARTS > 1:
+            next_w = draw(counter_ptr, gl.SliceLayout(1, T.TILE))
+            parts = look(parts_ptr, tile, splits, T.PARTS)
+        begin(x_ptr, i + AHEAD, numbers[LAG + AHEAD], units, cols, sizes, x_strides, ring, T)
         async_copy.wait_group(AHEAD)
         if unit < units:
-            start, window = slot_of(unit, cols, sizes, x_strides, COLS, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
-            if not EVEN:
-                clear(x_ptr + start, ring, i % SLOTS, window, CHUNKS, WORDS, ALIGN, BETWEEN, WIDTH, DTYPE, TILE)
-            offer_state(ring, i % SLOTS, window, rooms,
-                        CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, BOTH, TILE, True)  # fmt: skip
-        if PARTS > 1:
+            start, window = slot_of(unit, cols, sizes, x_strides, T)
+            if not T.EVEN:
+                clear(x_ptr + start, ring, i % T.SLOTS, window, DTYPE, T)
+            offer_state(ring, i % T.SLOTS, window, rooms, DTYPE, T, True)
+        if T.PARTS > 1:
             number_s.store(next_w)
             offer(parts, epoch, row_rooms)
         top, l_i = merged(rooms[0], rooms[1])
         later = numbers[LAG + AHEAD] + programs
-        if PARTS > 1:
+        if T.PARTS > 1:
             later = gl.max(of_all(number_s), 0) + (AHEAD + 1) * programs
             if unit < units:
                 publish(parts_ptr, unit, top, l_i, epoch)
             found = taken(row_rooms)
         if numbers[0] >= 0:
-            if PARTS > 1:
+            if T.PARTS > 1:
                 top, l_i = awaited(found, x_ptr, parts_ptr, tile, epoch, cols, sizes, x_strides, rooms, row_rooms,
-                                   WORDS, PARTS, PATIENCE, ALIGN, EVEN, FLAT, BETWEEN, WIDTH, BOTH, DTYPE, TILE,
-                                   CHUNKS)  # fmt: skip
-            if STATS:
+                                   DTYPE, T)  # fmt: skip
+            if T.STATS:
                 store_stats(y_ptr, l_ptr, y_start, split == 0, top, l_i)
             else:
                 inv_l, _ = finish(top, l_i)  # not in `write`: Triton 3.6 crashes
-                _, window = slot_of(late, cols, sizes, x_strides, COLS, PARTS, ALIGN, FLAT, BETWEEN, WIDTH)
-                write(y_ptr, y_start, ring, (i + SLOTS - LAG) % SLOTS, window, top, inv_l,
-                      CHUNKS, COLS, EVEN, BETWEEN, ALIKE, ALIGN, DTYPE, TILE, WIDE)  # fmt: skip
+                _, window = slot_of(late, cols, sizes, x_strides, T)
+                write(y_ptr, y_start, ring, (i + T.SLOTS - LAG) % T.SLOTS, window, top, inv_l, DTYPE, T)
         numbers = numbers[1:] + (later,)
         i += 1

@@ -37,83 +37,78 @@ def larger(a, b, dtype: gl.constexpr):
 
 
 @gluon.jit
-def loaded(source, at, window, c: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr, EVEN: gl.constexpr,
-           BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
-           RING: gl.constexpr):  # fmt: skip
-    """Chunk c of a unit as words [WARPS, WORDS / CHUNKS / WARPS], of the slot `at` of the ring or of global memory."""
+def loaded(source, at, window, c: gl.constexpr, DTYPE: gl.constexpr, T: gl.constexpr, RING: gl.constexpr):
+    """Chunk c of a unit as words [WARPS, CHUNK / WARPS], of the slot `at` of the ring or of global memory."""
+    TILE: gl.constexpr = T.TILE
     if RING:
         return source[c].index(at).load(TILE)
     else:
-        ptr, offs_w = source + at + c * (WORDS // CHUNKS), offsets(WORDS // CHUNKS, TILE)
-        part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
-        if EVEN:
+        ptr, offs_w, part = source + at + c * T.CHUNK, offsets(T.CHUNK, TILE), chunk_of(window, c, T)
+        if T.EVEN:
             return gl.load(ptr + offs_w)
-        elif BETWEEN:
-            return by_element(ptr, offs_w, part, WIDTH, DTYPE)
+        elif T.BETWEEN:
+            return by_element(ptr, offs_w, part, DTYPE, T)
         else:
-            x = gl.load(ptr + offs_w, mask=offs_w < part[2], other=0)
-            return within(x, part, DTYPE, BETWEEN, TILE)
+            return within(gl.load(ptr + offs_w, mask=offs_w < part[2], other=0), part, DTYPE, T)
 
 
 @gluon.jit
-def offer_state(source, at, window, rooms, CHUNKS: gl.constexpr, WORDS: gl.constexpr, EVEN: gl.constexpr,
-                BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, BOTH: gl.constexpr,
-                TILE: gl.constexpr, RING: gl.constexpr):  # fmt: skip
+def offer_state(source, at, window, rooms, DTYPE: gl.constexpr, T: gl.constexpr, RING: gl.constexpr):
     """Each warp puts (top, l_i) of its share of a unit into rooms for the others.
 
     BETWEEN: top is the whole unit's, because a warp's share is other elements where the row begins elsewhere.
     """
-    best = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
+    CHUNKS: gl.constexpr = T.CHUNKS
+    best = loaded(source, at, window, 0, DTYPE, T, RING)
     for c in gl.static_range(1, CHUNKS):
-        x = loaded(source, at, window, c, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
-        best = larger(best, x, DTYPE)
+        best = larger(best, loaded(source, at, window, c, DTYPE, T, RING), DTYPE)
     wide = widen(best, DTYPE)
-    top = gl.convert_layout(tops(best, wide, DTYPE, BOTH), gl.SliceLayout(1, wide.type.layout), assert_trivial=True)
-    if BETWEEN:
+    top = tops(best, wide, DTYPE, T.WIDTH == 2)
+    top = gl.convert_layout(top, gl.SliceLayout(1, wide.type.layout), assert_trivial=True)
+    if T.BETWEEN:
         rooms[2].store(top)
     if RING:
         barrier()  # else the compiler takes the first loads' values and keeps them in registers
-    if BETWEEN:
+    if T.BETWEEN:
         top = gl.zeros_like(top) + gl.max(of_all(rooms[2]), 0)
-    x = loaded(source, at, window, 0, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
-    l_i, fix = weighed(widen(x, DTYPE), top, DTYPE)
+    l_i, fix = weighed(widen(loaded(source, at, window, 0, DTYPE, T, RING), DTYPE), top, DTYPE)
     for c in gl.static_range(1, CHUNKS):
-        x = loaded(source, at, window, c, CHUNKS, WORDS, EVEN, BETWEEN, WIDTH, DTYPE, TILE, RING)
-        p, _ = weighed(widen(x, DTYPE), top, DTYPE)
+        p, _ = weighed(widen(loaded(source, at, window, c, DTYPE, T, RING), DTYPE), top, DTYPE)
         l_i += p
-    if BETWEEN:
+    if T.BETWEEN:
         l_i = turned(l_i, window[0])
     rooms[0].store(top)
     rooms[1].store(gl.sum(l_i, 1) * fix)
 
 
 @gluon.jit
-def clear(ptr, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, ALIGN: gl.constexpr,
-          BETWEEN: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+def clear(ptr, ring, at, window, DTYPE: gl.constexpr, T: gl.constexpr):
     """-inf for what is not the unit's in its slot of the ring, and what its copy from ptr could not bring."""
+    CHUNKS: gl.constexpr = T.CHUNKS
     for c in gl.static_range(CHUNKS):
-        part = chunk_of(window, c, WORDS // CHUNKS, WIDTH)
-        if (part[0] > 0) | (part[1] < WORDS // CHUNKS * WIDTH):
+        part = chunk_of(window, c, T)
+        if (part[0] > 0) | (part[1] < T.CHUNK * T.WIDTH):
             slot = ring[c].index(at)
-            slot.store(within(slot.load(TILE), part, DTYPE, BETWEEN, TILE))
-    if BETWEEN:
-        complete(ptr, ring, at, window, CHUNKS, WORDS, WIDTH, ALIGN // WIDTH, DTYPE)
+            slot.store(within(slot.load(T.TILE), part, DTYPE, T))
+    if T.BETWEEN:
+        complete(ptr, ring, at, window, DTYPE, T)
 
 
 @gluon.jit
-def complete(ptr, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, WIDTH: gl.constexpr,
-             VECTOR: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def complete(ptr, ring, at, window, DTYPE: gl.constexpr, T: gl.constexpr):
     """Of the one unit that ends where x ends within 16 bytes: these, VECTOR words, into its slot of the ring.
 
     Behind a branch, and no tile in registers, because all units come by: a tile completed in registers took 4 to 8% of
     softmax's time (docs/experiments.md).
     """
+    CHUNKS: gl.constexpr = T.CHUNKS
     _, end, words = window
-    if words * WIDTH < end:
-        ROW: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [gl.num_warps()], [0])
+    if words * T.WIDTH < end:
+        VECTOR: gl.constexpr = T.ALIGN // T.WIDTH
+        VECTORS: gl.constexpr = T.CHUNK // VECTOR
+        ROW: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [T.WARPS], [0])
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        VECTORS: gl.constexpr = WORDS // CHUNKS // VECTOR
-        last = by_element(ptr, words + gl.arange(0, VECTOR, layout=ROW), window, WIDTH, DTYPE)
+        last = by_element(ptr, words + gl.arange(0, VECTOR, layout=ROW), window, DTYPE, T)
         at_vector = words // VECTOR
         for c in gl.static_range(CHUNKS):
             if (at_vector >= c * VECTORS) & (at_vector < (c + 1) * VECTORS):
@@ -122,22 +117,24 @@ def complete(ptr, ring, at, window, CHUNKS: gl.constexpr, WORDS: gl.constexpr, W
 
 
 @gluon.jit
-def write(y_ptr, start, ring, slot, window, top, inv_l, CHUNKS: gl.constexpr, COLS: gl.constexpr, EVEN: gl.constexpr,
-          BETWEEN: gl.constexpr, ALIKE: gl.constexpr, ALIGN: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr,
-          WIDE: gl.constexpr):  # fmt: skip
+def write(y_ptr, start, ring, slot, window, top, inv_l, DTYPE: gl.constexpr, T: gl.constexpr):
     """Writes y = exp(x - top) * inv_l of the unit in a slot of the ring; its first element to start, 64-bit."""
-    y_ptr += start - window[0]
-    if ALIKE:
+    CHUNKS: gl.constexpr = T.CHUNKS
+    CHUNK: gl.constexpr = T.CHUNK * T.WIDTH  # elements
+    WIDE: gl.constexpr = T.WIDE
+    lead, end, _ = window
+    y_ptr += start - lead
+    if T.ALIKE:
         y_ptr = gl.multiple_of(y_ptr, 16)
-    top = gl.full([gl.num_warps()], top, gl.float32, gl.SliceLayout(1, WIDE))
+    top = gl.full([T.WARPS], top, gl.float32, gl.SliceLayout(1, WIDE))
     for c in gl.static_range(CHUNKS):
-        p, fix = weighed(widen(ring[c].index(slot).load(TILE), DTYPE), top, DTYPE)
+        p, fix = weighed(widen(ring[c].index(slot).load(T.TILE), DTYPE), top, DTYPE)
         y = (p * (fix * inv_l)[:, None]).to(y_ptr.dtype.element_ty)
-        part, ptr = chunk_of(window, c, COLS // CHUNKS, 1), y_ptr + c * (COLS // CHUNKS)
-        if BETWEEN:
-            store_between(ptr, y, part, ALIGN, ALIKE)
-        elif EVEN:
-            gl.store(ptr + offsets(COLS // CHUNKS, WIDE), y)
+        ptr = y_ptr + c * CHUNK
+        if T.BETWEEN:
+            store_between(ptr, y, chunk_of(window, c, T), T)
+        elif T.EVEN:
+            gl.store(ptr + offsets(CHUNK, WIDE), y)
         else:
-            offs_n = offsets(COLS // CHUNKS, WIDE)
-            gl.store(ptr + offs_n, y, mask=offs_n < part[1] // ALIGN * ALIGN)
+            offs_n = offsets(CHUNK, WIDE)
+            gl.store(ptr + offs_n, y, mask=offs_n < (end - c * CHUNK) // T.ALIGN * T.ALIGN)

@@ -19,50 +19,49 @@ from flashattn_lite.kernels.softmax_tiles import NOTHING_BFLOAT16, NOTHING_FLOAT
 
 
 @gluon.jit
-def start_of(unit, sizes, strides, OWN: gl.constexpr, FLAT: gl.constexpr, PARTS: gl.constexpr):
-    """(where a unit of OWN columns starts, in elements, 64-bit; its tile; its split).
+def start_of(unit, sizes, strides, T: gl.constexpr):
+    """(where a unit starts, in elements, 64-bit; its tile; its split).
 
     strides: of the three row dimensions, and where the first row starts.
     """
     splits, size_1, size_r, _ = sizes
     stride_0, stride_1, stride_r, first = strides
     tile, split = unit, unit * 0
-    if PARTS > 1:
+    if T.PARTS > 1:
         tile, split = divided(unit, splits)
-    if FLAT:
+    if T.FLAT:
         start = first + tile.to(gl.int64) * stride_r
     else:
         outer, inner = divided(tile, size_r.to(gl.int32))
         i_0, i_1 = divided(outer, size_1)
         start = first + i_0.to(gl.int64) * stride_0 + i_1.to(gl.int64) * stride_1 + inner.to(gl.int64) * stride_r
-    return start + split.to(gl.int64) * OWN, tile, split
+    return start + split.to(gl.int64) * T.OWN, tile, split
 
 
 @gluon.jit
-def slot_of(unit, cols, sizes, strides, COLS: gl.constexpr, PARTS: gl.constexpr, ALIGN: gl.constexpr,
-            FLAT: gl.constexpr, BETWEEN: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+def slot_of(unit, cols, sizes, strides, T: gl.constexpr):
     """Where a unit's slot starts in memory, in words, 64-bit; and its window: (lead, end, words up to there).
 
     The words are whole 16 bytes that may be read: up to `end`, except where x itself ends within 16 bytes.
     """
-    OWN: gl.constexpr = COLS - ALIGN if BETWEEN else COLS
-    start, _, split = start_of(unit, sizes, strides, OWN, FLAT, PARTS)
+    ALIGN: gl.constexpr = T.ALIGN
+    start, _, split = start_of(unit, sizes, strides, T)
     lead = split * 0
-    if BETWEEN:
+    if T.BETWEEN:
         lead = (start & (ALIGN - 1)).to(gl.int32)
-    end = lead + gl.minimum(cols - split.to(gl.int64) * OWN, OWN).to(gl.int32)
+    end = lead + gl.minimum(cols - split.to(gl.int64) * T.OWN, T.OWN).to(gl.int32)
     vectors = (end + ALIGN - 1) // ALIGN
-    if BETWEEN:
+    if T.BETWEEN:
         vectors = gl.minimum(vectors, sizes[3] - start // ALIGN).to(gl.int32)
     # Multiples of 16 bytes, as the compiler sees.
-    return start // ALIGN * (ALIGN // WIDTH), (lead, end, vectors * (ALIGN // WIDTH))
+    return start // ALIGN * (ALIGN // T.WIDTH), (lead, end, vectors * (ALIGN // T.WIDTH))
 
 
 @gluon.jit
-def chunk_of(window, c: gl.constexpr, CHUNK: gl.constexpr, WIDTH: gl.constexpr):
-    """A window as seen from chunk c of CHUNK words: so all chunks share the few offsets that a thread holds."""
+def chunk_of(window, c: gl.constexpr, T: gl.constexpr):
+    """A window as seen from chunk c: so all chunks share the few offsets that a thread holds."""
     lead, end, words = window
-    return lead - c * CHUNK * WIDTH, end - c * CHUNK * WIDTH, words - c * CHUNK
+    return lead - c * T.CHUNK * T.WIDTH, end - c * T.CHUNK * T.WIDTH, words - c * T.CHUNK
 
 
 @gluon.constexpr_function
@@ -72,27 +71,28 @@ def nothing(dtype):
 
 
 @gluon.jit
-def by_element(ptr, offs_w, window, WIDTH: gl.constexpr, dtype: gl.constexpr):
+def by_element(ptr, offs_w, window, DTYPE: gl.constexpr, T: gl.constexpr):
     """Words offs_w behind ptr, loaded element by element where these are the unit's; -inf for all others."""
     lead, end, _ = window
-    ptrs, offs_n = ptr + offs_w, offs_w * WIDTH
+    ptrs, offs_n = ptr + offs_w, offs_w * T.WIDTH
     here = (offs_n >= lead) & (offs_n < end)
-    if WIDTH == 2:
-        HALF: gl.constexpr = nothing(dtype) >> 16
+    if T.WIDTH == 2:
+        HALF: gl.constexpr = nothing(DTYPE) >> 16
         ptrs, odd = ptr.to(gl.pointer_type(gl.int16)) + offs_n, (offs_n + 1 >= lead) & (offs_n + 1 < end)
         low, high = gl.load(ptrs, mask=here, other=HALF), gl.load(ptrs + 1, mask=odd, other=HALF)
         return (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
     else:
-        return gl.load(ptrs, mask=here, other=nothing(dtype))
+        return gl.load(ptrs, mask=here, other=nothing(DTYPE))
 
 
 @gluon.jit
-def within(x, window, dtype: gl.constexpr, BETWEEN: gl.constexpr, TILE: gl.constexpr):
+def within(x, window, DTYPE: gl.constexpr, T: gl.constexpr):
     """Words x [WARPS, N] of a chunk, with -inf, which adds 0 to a sum, for elements that are not the unit's."""
     lead, end, words = window
-    offs_w = offsets(x.shape[0] * x.shape[1], TILE)
-    beyond: gl.constexpr = nothing(dtype)
-    if not BETWEEN:
+    TILE: gl.constexpr = T.TILE
+    offs_w = offsets(T.CHUNK, TILE)
+    beyond: gl.constexpr = nothing(DTYPE)
+    if not T.BETWEEN:
         return gl.where(offs_w < words, x, beyond)
     elif x.dtype == gl.int32:
         low = gl.where((2 * offs_w >= lead) & (2 * offs_w < end), x, beyond)
@@ -112,21 +112,22 @@ def turned(l_i, lead):
 
 
 @gluon.jit
-def store_between(ptr, y, window, ALIGN: gl.constexpr, ALIKE: gl.constexpr):
+def store_between(ptr, y, window, T: gl.constexpr):
     """Stores the unit's of y [WARPS, N], a chunk whose place in memory starts at ptr.
 
     ALIKE: ptr is a 16-byte address. Where it is not, what lies side by side is stored by neighbours in a warp.
     """
-    CHUNK: gl.constexpr = y.shape[0] * y.shape[1]
-    STEP: gl.constexpr = ALIGN if ALIKE else 1
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP], [1, 32], [gl.num_warps(), 1], [1, 0])
+    COUNT: gl.constexpr = y.shape[0] * y.shape[1]
+    ALIGN: gl.constexpr = T.ALIGN
+    STEP: gl.constexpr = ALIGN if T.ALIKE else 1
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP], [1, 32], [T.WARPS, 1], [1, 0])
     lead, end, _ = window
-    y, offs_n = gl.convert_layout(y, LAYOUT), offsets(CHUNK, LAYOUT)
-    if (lead <= 0) & (end >= CHUNK):
+    y, offs_n = gl.convert_layout(y, LAYOUT), offsets(COUNT, LAYOUT)
+    if (lead <= 0) & (end >= COUNT):
         gl.store(ptr + offs_n, y)
     else:
         here = (offs_n >= lead) & (offs_n < end)
-        if ALIKE:
+        if T.ALIKE:
             first, last = gl.maximum(lead + ALIGN - 1, 0) // ALIGN * ALIGN, gl.maximum(end, 0) // ALIGN * ALIGN
             inner = (offs_n >= first) & (offs_n < last)
             gl.store(ptr + offs_n, y, mask=inner)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_lite import calls, sdpa
+from flashattn_lite.tiles import autocasts
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -38,8 +39,9 @@ class Kind(NamedTuple):
 class Report:
     """What called torch's function while ours stood there: `calls`, `kinds`, `backends`, `refused`. `print` shows it.
 
-    Calls from inside of compiled code are not counted: they are a part of it. Of a call under vmap or another transform
-    no backend is named: it runs what is behind it. A call takes a few microseconds longer to be counted.
+    Calls from inside of compiled or exported code are not counted: they are a part of it. Of a call under vmap or
+    another transform no backend is named: it runs what is behind it. A call takes a few microseconds longer to be
+    counted.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,8 @@ class Report:
             lines.append(f"  {rest} of other shapes")
         lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
         if len(lines) == 1:
-            lines.append("  nothing called it; what goes past it: help(flashattn_lite.replace_sdpa)")
+            lines.append("  nothing called it but compiled or exported code, if any, which is not counted;")
+            lines.append("  what goes past it: help(flashattn_lite.replace_sdpa)")
         return "\n".join(lines)
 
     def _ran(
@@ -92,7 +95,9 @@ class Report:
         mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) else None
         given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         transformed = calls.watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
-        kind = Kind(q, k, v, query.dtype, query.device.type, mask, bool(is_causal), transformed)
+        lower = autocasts(query.device) and query.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
+        kind = Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal), transformed)
         backend = "under a transform"
         if not transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

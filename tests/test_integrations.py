@@ -234,42 +234,6 @@ def test_head_dims_beyond_ours_are_refused_with_what_a_model_can_do():
         integration.attention_forward(torch.nn.Module(), q, q, v, None)
 
 
-ENCODER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-}
-MODELS = {  # that compute attention themselves, have another idea of masks, or none of who is causal
-    "BloomForCausalLM": ("Bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 100}),
-    "MptForCausalLM": ("Mpt", {"d_model": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 100, "max_seq_len": 64}),
-    "XGLMForCausalLM": (
-        "XGLM",
-        {"d_model": 32, "ffn_dim": 32, "num_layers": 1, "attention_heads": 4, "vocab_size": 100},
-    ),
-    "ClapTextModel": ("ClapText", ENCODER),
-    "SplinterModel": ("Splinter", ENCODER),
-    "BlipTextModel": ("BlipText", ENCODER),  # which has another file than its config's name says
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_do_not_take_torchs_attention_are_refused(name):
-    """They would add our mask to their scores: as None it hides nothing, as a bool no more than 1."""
-    kind, options = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**options)
-    model = getattr(transformers, name)._from_config(config, attn_implementation="attn_lite")
-    with pytest.raises(NotImplementedError, match=r"^config: its model must take torch's attention, or others by name"):
-        model(tokens("cpu"))
-
-
-def test_a_model_that_rewrites_masks_is_refused():
-    """By its config alone: it is large."""
-    with pytest.raises(NotImplementedError, match=r"^config: its model must take .*; got a DeepseekV4Config\."):
-        integration.attention_mask(config=transformers.DeepseekV4Config())
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_layers_that_share_keys_and_keep_the_last_queries(cached):
     """Gemma 4: of a prompt's queries they take those whose logits are asked for, which begin late in it."""

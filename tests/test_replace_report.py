@@ -142,3 +142,17 @@ def test_contexts_that_always_overlap_leave_no_chain_behind():
     contexts[-1].__exit__(None, None, None)
     assert F.scaled_dot_product_attention is TORCHS and torch.equal(held(x, x, x), want)
     assert replace._at(held).before is TORCHS
+
+
+def test_a_kind_has_the_dtype_that_autocast_gives_it():
+    q = torch.randn(1, 2, 5, 8)
+    with fa.replace_sdpa() as report:
+        F.scaled_dot_product_attention(q, q, q)
+        with torch.autocast("cpu", torch.bfloat16):
+            F.scaled_dot_product_attention(q, q, q)
+            F.scaled_dot_product_attention(*[q.double()] * 3)
+    assert {kind.dtype: count for kind, count in report.kinds.items()} == {
+        torch.float32: 1,
+        torch.bfloat16: 1,
+        torch.float64: 1,
+    }

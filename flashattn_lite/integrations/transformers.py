@@ -22,7 +22,9 @@ UNKNOWN = {
     "block_indices": "blocks of keys chosen by indices are not implemented",
     "sinks": "sinks that differ from query to query are not implemented",
 }
-_takes_functions: dict[type, bool] = {}
+# By model_type: models that torch's function is not for (no soft caps, no sinks), whose modules say if they are causal.
+SAY_CAUSAL = ("gemma2", "gpt_oss")
+_functions: dict[type, str] = {}
 
 
 def register(name: str = "attn_lite") -> None:
@@ -40,11 +42,12 @@ def register(name: str = "attn_lite") -> None:
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
-            output (`output_attentions`, where a model hands it on: GPT-2 and OPT give none), keys that indices choose
-            (DeepSeek), sinks per query, head dims above 256, and models that by transformers' account take neither
-            torch's function nor others and ask for a mask (Bloom, MPT, CLAP). Of the rest of those, some end in a
-            KeyError of their own (Falcon, GPT-Neo, SAM), and some run their own attention without a word (XLNet,
-            DeBERTa, WavLM). Continuous batching is refused by transformers.
+            output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
+            torch's function), keys that indices choose (DeepSeek), sinks per query, head dims above 256, and models
+            that by transformers' account take neither torch's function nor others and ask for a mask (Bloom, MPT,
+            CLAP). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look up a class of
+            their own by the name end in a KeyError (Falcon, SAM, BARK): load those that have "sdpa" with it, and call
+            `flashattn_lite.install`. Continuous batching is refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -69,7 +72,7 @@ def register(name: str = "attn_lite") -> None:
         ) from error
     if AttentionInterface().get(name, attention_forward) is not attention_forward or name == "eager":
         raise value_error("name", "must not be one that transformers has", name, 'The default is "attn_lite".')
-    torch.compiler.assume_constant_result(takes_functions)  # a look through modules is nothing for a compiler to trace
+    torch.compiler.assume_constant_result(functions_of)  # a look through modules is nothing for a compiler to trace
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -80,33 +83,45 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     Raises:
         NotImplementedError: for a model that can't do with it. It would add this mask, or none, to scores of its own.
     """
-    if getattr(config, "model_type", None) in REWRITES_MASKS or not takes_functions(type(config)):
+    kind, functions = getattr(config, "model_type", None), functions_of(type(config))
+    if kind in REWRITES_MASKS or functions == "none":
         remedy = 'Load the model with attn_implementation="eager".'
         raise not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
     from transformers.masking_utils import sdpa_mask
 
-    # Layers that share keys may keep the last queries only: those are not causal from the first key on.
-    if getattr(config, "num_kv_shared_layers", 0):
+    # That no mask means causal is for modules to say, of which those may not that torch's function is not for. And
+    # layers that share keys may keep the last queries only: those are not causal from the first key on.
+    silent = functions == "others" and kind not in SAY_CAUSAL
+    if getattr(config, "num_kv_shared_layers", 0) or silent:
         options["allow_is_causal_skip"] = False
     return sdpa_mask(*args, config=config, **options)
 
 
-def takes_functions(config: type) -> bool:
-    """Whether models of a class of configs take torch's attention or others by name, as their own classes say.
+def functions_of(config: type) -> str:
+    """What models of a class of configs take, as their own classes say: "torch" its function, "others", or "none".
 
-    What no loaded class says (code outside of transformers, laid out in another way) is taken for a yes.
+    What derives from a model's config goes by that one, if no class of models is its own. What no loaded class says
+    (code outside of transformers, laid out in another way) is taken for the first.
     """
-    if config in _takes_functions:  # asked in every step of a model
-        return _takes_functions[config]
-    package, _, file = config.__module__.rpartition(".")
-    if not file.startswith("configuration_"):
-        return True
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.modeling_")]
-    classes = [x for module in modules for x in vars(module).values() if hasattr(x, "_supports_sdpa")]
-    own = [x for x in classes if getattr(x, "config_class", None) is config] or classes
-    takes = not own or any(x._supports_sdpa or getattr(x, "_supports_attention_backend", False) for x in own)
-    _takes_functions[config] = takes
-    return takes
+    if config in _functions:  # asked in every step of a model
+        return _functions[config]
+    for base in config.__mro__:
+        package, _, file = base.__module__.rpartition(".")
+        if base.__module__ == "transformers.configuration_utils":  # what all configs derive from
+            break
+        beside = f"{package}.modeling_" if file.startswith("configuration_") else base.__module__
+        modules = [x for name, x in list(sys.modules.items()) if name.startswith(beside)]
+        classes = [x for module in modules for x in vars(module).values() if isinstance(x, type)]
+        models = [x for x in classes if hasattr(x, "_supports_sdpa")]
+        own = [x for x in models if getattr(x, "config_class", None) is base]
+        if beside != base.__module__:
+            own = own or models
+        if own:
+            others = any(getattr(x, "_supports_attention_backend", False) for x in own)
+            found = "torch" if any(x._supports_sdpa for x in own) else "others" if others else "none"
+            _functions[config] = found
+            return found
+    return "torch"
 
 
 def dropout_of(module: torch.nn.Module, dropout: float) -> str:
@@ -166,6 +181,9 @@ def attention_forward(
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
+    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
+        raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))

@@ -1,6 +1,8 @@
-"""Pages and a contiguous cache: the same bits, at the sizes of models."""
+"""Pages and a contiguous cache: the same bits, at the sizes of models, and of what is not finite."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -31,3 +33,19 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dim, dtype, rows, options):
             *pages, table = pages_of(k, v, size)
             paged = fa.attention_decode(q, *pages, held, block_table=table, **options, return_lse=True)
             assert_same_bits(paged, whole, f"{batch} sequences in pages of {size}", None)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+def test_what_is_not_finite_comes_out_of_pages_too(value, size, rows, device):
+    """Rows whose sums are not finite are done again; 3e38: of three keys they overflow."""
+    q, k, v = cache(device, batch=2, heads=2, heads_kv=1, keys=128, rows=rows, dim=16, dtype=torch.float32)
+    v[:, :, 3:6, 0] = value
+    held = int32([128, 70], device)
+    whole = fa.attention_decode(q, k, v, held, return_lse=True)
+    *pages, table = pages_of(k, v, size)
+    paged = fa.attention_decode(q, *pages, held, block_table=table, return_lse=True)
+    assert not whole[0][..., 0].isfinite().any() or value == 3e38
+    assert whole[0][..., 1:].isfinite().all()
+    assert_same_bits(paged, whole, f"pages of {size}", None)

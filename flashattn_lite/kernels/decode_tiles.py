@@ -88,7 +88,7 @@ def load_rows(src, start, tile_pages, exists, DIM: tl.constexpr, BLOCK: tl.const
         ptr += tl.cast(start, tl.int64) * step
         offs = offs_n.to(tl.int64) * step
     elif T.PAGE >= T.BLOCK_N:  # or two
-        ptr += tile_pages[0].to(tl.int64) * page_step + (start % T.PAGE).to(tl.int64) * step
+        ptr += tile_pages[0].to(tl.int64) * page_step + tl.cast(start % T.PAGE, tl.int64) * step
         offs = offs_n.to(tl.int64) * step
     else:
         offs = page_of_each(tile_pages, T).to(tl.int64) * page_step + (offs_n % T.PAGE).to(tl.int64) * step

@@ -225,40 +225,29 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     for i, part in enumerate(parts):
         _check_part(i, part, parts[0])
     dtype = parts[0][0].dtype
-    (out, lse), *others = parts
-    packed = out.dim() == 3
-    wide = functools.reduce(torch.promote_types, (part[1].dtype for part in parts), torch.float32)
-    acc, lse = out.to(torch.promote_types(dtype, torch.float32)), lse.to(wide, copy=True)
-    acc = torch.where(_rows(lse == -torch.inf, packed), 0.0, acc)
-    for out_b, lse_b in others:
-        acc, lse = _merge_two(acc, lse, out_b, lse_b.to(lse.dtype), packed)
-    return acc.to(dtype), lse
+    wide = functools.reduce(torch.promote_types, (lse.dtype for _, lse in parts), torch.float32)
+    lses = [lse.to(wide) for _, lse in parts]
+    # A finished part is the state with m = lse, l = 1. All are brought to one reference, the highest: pair by pair a
+    # sum would be lost in the last bits of a large lse, and in log2 units one may be too large.
+    origin = state.reference(functools.reduce(torch.maximum, lses).detach())
+    weights = [state.exp2((lse - origin) * state.LOG2E) for lse in lses]
+    l_i = functools.reduce(torch.add, weights)
+    empty = l_i == state.EMPTY_L
+    inv_l, log_l = state.finish(torch.zeros_like(l_i), torch.where(empty, 1.0, l_i))  # gradients stay finite
+    acc = functools.reduce(torch.add, map(_weighed, parts, (weight * inv_l for weight in weights)))
+    return acc.to(dtype), torch.where(empty, -torch.inf, origin + log_l)
 
 
-def _merge_two(acc_a: Tensor, lse_a: Tensor, acc_b: Tensor, lse_b: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """state.merge of two finished parts: a finished part is the state with m_i = lse and l_i = 1 (0 if empty)."""
-    empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
-    l_a, l_b = (~empty_a).to(lse_a.dtype), (~empty_b).to(lse_b.dtype)
-    # Measured from the higher of both, so that no lse is too large for log2 units.
-    origin = state.reference(torch.maximum(lse_a, lse_b).detach())
-    m_a, m_b = ((lse - origin) * state.LOG2E for lse in (lse_a, lse_b))
-    m_i, l_i, alpha_a, alpha_b = state.merge(m_a, l_a, m_b, l_b)
-    l_i = torch.where(empty_a & empty_b, 1.0, l_i)  # the weights are 0 anyway, and the gradient stays finite
-    inv_l, lse = state.finish(m_i, l_i)
-    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, lse + origin))  # the identity, to the last bit
-    weight_a, weight_b = (_rows(alpha * inv_l, packed) for alpha in (alpha_a, alpha_b))
-    acc_b = torch.where(_rows(empty_b, packed), 0.0, acc_b.to(acc_a.dtype))
-    return _weigh(acc_a, weight_a) + _weigh(acc_b, weight_b), lse
+def _weighed(part: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+    """out * weight in float32 at least; 0 of a part whose rows saw nothing.
 
-
-def _weigh(acc: Tensor, weight: Tensor) -> Tensor:
-    """acc * weight, but an infinity stays one where its weight is too small for a float, as in attention over all."""
-    return torch.where(acc.abs() < torch.inf, acc * weight, acc)
-
-
-def _rows(per_row: Tensor, packed: bool) -> Tensor:
-    """A value per row, shaped to scale out's rows; packed lse is (H, total) where out is (total, H, Dv)."""
-    return (per_row.transpose(0, 1) if packed else per_row).unsqueeze(-1)
+    An infinity stays one where its weight is too small for a float, as in attention over all.
+    """
+    out, lse = part
+    if out.dim() == 3:  # packed: lse is (H, total) where out is (total, H, Dv)
+        lse, weight = lse.transpose(0, 1), weight.transpose(0, 1)
+    acc = out.to(torch.promote_types(out.dtype, torch.float32)).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+    return torch.where(acc.abs() < torch.inf, acc * weight.unsqueeze(-1), acc)
 
 
 def _check_part(i: int, part: Any, first: Any) -> None:

@@ -65,6 +65,23 @@ def test_merged_infinities_stay_however_small_their_part(device):
     torch.testing.assert_close(merged[:, 0], whole[:, 0])
 
 
+@pytest.mark.parametrize("size", [1e4, 1e8, -1e9])
+def test_parts_weigh_the_same_in_any_order_however_large_lse(device, size):
+    """Pair by pair the fourth would weigh half of all: lse + log 2 is lse in float32."""
+    parts = [
+        (torch.full((1, 1, 1, 1), float(i), device=device), torch.full((1, 1, 1), size, device=device))
+        for i in range(4)
+    ]
+    leaves = [x.requires_grad_() for part in parts for x in part]
+    for order in itertools.permutations(parts):
+        out, lse = fa.merge_attention(order)
+        assert out.item() == 1.5
+        close(lse, parts[0][1] + math.log(4))
+        for i, grad in enumerate(torch.autograd.grad(out.sum() + lse.sum(), leaves)):
+            # d out_i: its weight. d lse_i: its weight, times how far its out is from the mean, and in lse.
+            torch.testing.assert_close(grad.item(), 0.25 if i % 2 == 0 else 0.25 * (i // 2 - 1.5) + 0.25)
+
+
 def test_merged_parts_share_no_memory(device):
     q, k, v = qkv(device, 3, 4)
     out, lse = fa.attention(q, k, v, return_lse=True)

@@ -13,6 +13,7 @@ from flashattn_lite import arguments, calls, dispatch, ops, state
 from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.errors import type_error, value_error
 from flashattn_lite.problem import Window
+from flashattn_lite.watchers import bare
 
 
 def attention(
@@ -311,5 +312,5 @@ def explain(
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     _check_attention(tensors, *rest)
-    inputs, problem = calls.problem_of(_arguments(tensors, *rest)[:-1])
+    inputs, problem = calls.problem_of(_arguments(tuple(map(bare, tensors)), *rest)[:-1])
     return dispatch.explain(problem, inputs, backend)

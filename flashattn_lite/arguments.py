@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.scalars import SYMBOLS, is_finite, is_int, is_number, negative, plain, unless_known
+from flashattn_lite.watchers import transformed, unbatched
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,14 +46,6 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and itself and not torch.compiler.is_compiling() and not transformed(x)
 
 
-def transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func stands for x."""
-    try:
-        return torch._C._functorch.is_functorch_wrapped_tensor(x)
-    except AttributeError:  # a torch that names it otherwise
-        return False
-
-
 def check_no_tangent(**tensors: object) -> None:
     """No kernel carries forward-mode derivatives: they would be lost without a word."""
     if torch.compiler.is_compiling():
@@ -61,16 +54,6 @@ def check_no_tangent(**tensors: object) -> None:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(unbatched(x)).tangent is not None:
             remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or torch's own function here."
             raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
-
-
-def unbatched(x: Tensor) -> Tensor:
-    """What torch.vmap maps over, since its stand-in can't be asked whether it has a tangent; else x."""
-    try:
-        while torch._C._functorch.is_batchedtensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-    except AttributeError:  # a torch that names these otherwise
-        pass
-    return x
 
 
 def check_qkv(q: Any, k: Any, v: Any, names: Sequence[str], layout: str) -> None:
@@ -117,13 +100,14 @@ def check_heads(heads: Sequence[int], given: Sequence[Tensor], names: Sequence[s
         raise value_error(nq, relation, q, "Pass the same number of query heads for every key head.")
 
 
-def check_dense(q: Any, k: Any, v: Any, names: Sequence[str] = QKV) -> None:
+def check_dense(
+    q: Any, k: Any, v: Any, names: Sequence[str] = QKV, remedy: str = "Pass one sequence of keys for each of queries."
+) -> None:
     """q [B, Hq, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv]."""
     nq, nk, nv = names
     check_qkv(q, k, v, names, "(batch, heads, length, head_dim)")
     for name, x in ((nk, k), (nv, v)):
         if x.shape[0] != q.shape[0]:
-            remedy = "Pass one sequence of keys for each of queries."
             if x.shape[0] == 1:
                 remedy = f"Expand it: {name}.expand({q.shape[0]}, -1, -1, -1) costs no memory."
             raise value_error(name, f"batch must equal {nq}'s ({q.shape[0]})", x, remedy)

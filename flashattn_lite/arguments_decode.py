@@ -21,7 +21,8 @@ def check_decode(q: Any, k_cache: Any, v_cache: Any, kv_lens: Any, block_table: 
     The table's values are read where they can be; a GPU clamps them into the cache.
     """
     if block_table is None:
-        check_dense(q, k_cache, v_cache, NAMES)
+        remedy = "Pass a cache for each sequence of queries, or block_table= if these are pages."
+        check_dense(q, k_cache, v_cache, NAMES, remedy)
     else:
         check_qkv(q, k_cache, v_cache, NAMES, "(batch or pages, heads, length, head_dim)")
     if not 1 <= q.shape[2] <= MAX_ROWS:

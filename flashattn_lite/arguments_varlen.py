@@ -27,7 +27,9 @@ def check_varlen(
                 f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Pass 0, then where each sequence ends."
             )
         if longest is not None and not is_int(longest):
-            raise type_error(f"max_seqlen_{side}", "must be an int or None", longest, "Pass .item() of a tensor.")
+            raise type_error(
+                f"max_seqlen_{side}", "must be an int or None", longest, "Pass an int; of a tensor .item()."
+            )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(
             "cu_seqlens_k", f"must have as many entries as cu_seqlens_q ({cu_seqlens_q.shape[0]})", cu_seqlens_k,
@@ -57,7 +59,10 @@ def _check_cu_values(side: str, x: Tensor, cu: Tensor, longest: object) -> None:
     if any(b < a for a, b in pairwise(values)):
         raise value_error(name, "must not decrease", shown, "Pass where each sequence ends, not its length.")
     if values[-1] != total:
-        raise value_error(name, f"must end with {side}'s total length ({total})", shown, "Slice off any padding.")
+        remedy = (
+            "Slice off any padding." if values[-1] < total else f"Pass all of {side}'s rows, or correct the lengths."
+        )
+        raise value_error(name, f"must end with {side}'s total length ({total})", shown, remedy)
     if longest is not None:
         actual = max((b - a for a, b in pairwise(values)), default=0)
         if longest < actual:  # type: ignore[operator]

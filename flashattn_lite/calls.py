@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import takes_tf32
+from flashattn_lite.watchers import batched, watched
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
 OPTIONS = (  # as the op's schema has them
@@ -168,33 +168,3 @@ def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
 
 def dense_and_real(x: Tensor) -> bool:
     return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg() or batched(x))
-
-
-def batched(x: Tensor) -> bool:
-    """Many tensors in the guise of one, as autograd.grad(is_grads_batched=True) hands a backward pass."""
-    try:
-        return torch._C._functorch.is_legacy_batchedtensor(x)
-    except AttributeError:  # a torch that names it otherwise
-        return False
-
-
-def watched() -> bool:
-    """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
-    try:
-        if forward_ad._current_level >= 0 or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
-            return True
-        if torch._C._len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
-            return True
-        return torch._C._functorch.peek_interpreter_stack() is not None
-    except AttributeError:  # a torch that names these otherwise: let everything see the op
-        return True
-
-
-def function_modes() -> Iterator[Any]:
-    """The active modes that see calls of torch's functions."""
-    return (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-
-
-def looks_on(mode: Any) -> bool:
-    """A default device (torch.set_default_device, `with torch.device()`) only concerns those who make new tensors."""
-    return (type(mode).__module__, type(mode).__qualname__) != ("torch.utils._device", "DeviceContext")

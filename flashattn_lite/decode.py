@@ -13,6 +13,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.decode_backends import BACKENDS
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.scalars import as_int64
+from flashattn_lite.watchers import bare
 
 Ready = tuple[AttentionProblem, dispatch.Run]  # a call that was prepared, for all tensors of its metadata
 TENSORS = 6  # they come first in the op's arguments
@@ -230,7 +231,8 @@ def explain_decode(
     """
     arguments.check_flag("return_lse", return_lse)
     options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
-    inputs, problem = problem_of(q, k_cache, v_cache, kv_lens, block_table, sinks, *options)
+    tensors = map(bare, (q, k_cache, v_cache, kv_lens, block_table, sinks))
+    inputs, problem = problem_of(*tensors, *options)
     chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)
     tile = chosen.tile(problem, inputs, target)
     return dispatch.Explanation(chosen.name, tile, target, dispatch.reasons(problem, inputs, BACKENDS))

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_lite import calls, sdpa
+from flashattn_lite import sdpa
 from flashattn_lite.tiles import autocasts
+from flashattn_lite.watchers import watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -94,7 +95,7 @@ class Report:
         q, k, v = map(_shape, (query, key, value))
         mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) else None
         given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        transformed = calls.watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
+        transformed = watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
         lower = autocasts(query.device) and query.dtype != torch.float64
         dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
         kind = Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal), transformed)

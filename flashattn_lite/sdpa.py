@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flashattn_lite import api, arguments, calls, ops
+from flashattn_lite import api, arguments, calls, ops, watchers
 from flashattn_lite.arguments import is_causal_bias
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
@@ -153,7 +153,7 @@ def _number(x: Any) -> Any:
         return x.item()
     if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad or x.is_meta:
         return x
-    return x if not torch.compiler.is_compiling() and arguments.transformed(x) else x.item()
+    return x if not torch.compiler.is_compiling() and watchers.transformed(x) else x.item()
 
 
 def _check_options(dropout_p: Any, is_causal: object, scale: object, enable_gqa: object) -> None:

@@ -67,3 +67,18 @@ def test_a_window_may_be_a_list(device):
     for _ in range(2):
         for call in (fa.attention, lambda *args, **options: fa.attention_decode(*args, lens, **options)):
             assert torch.equal(call(q, k, k, window=[3, 0]), call(q, k, k, window=(3, 0)))
+
+
+def test_what_a_transform_stands_for_is_explained():
+    """Where it lies decides, and a stand-in lies nowhere."""
+    lens, seen = torch.tensor([5], dtype=torch.int32), []
+
+    def ask(x):
+        seen.append((fa.explain(x, x, x), fa.explain_decode(x, x, x, lens)))
+        return x.sum()
+
+    inner = torch.randn(1, 2, 16, 32)
+    ask(inner)
+    torch.func.grad(ask)(inner), torch.vmap(ask, in_dims=3)(inner.unsqueeze(3).expand(-1, -1, -1, 4, -1))
+    torch.vmap(torch.func.grad(ask))(inner.expand(3, 1, 2, 16, 32))
+    assert len(seen) == 4 and all(told == seen[0] for told in seen)

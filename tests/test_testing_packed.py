@@ -11,7 +11,18 @@ from torch import Tensor
 
 from flashattn_lite.decode import attention_decode
 from flashattn_lite.reference import attention_reference, attention_varlen_reference
-from flashattn_lite.testing import PACKED_LAWS, check, check_decode, check_packed, decoding, matches_oracle, packed
+from flashattn_lite.testing import (
+    PACKED_LAWS,
+    Case,
+    PackedCase,
+    check,
+    check_decode,
+    check_packed,
+    decoding,
+    laws,
+    matches_oracle,
+    packed,
+)
 
 
 def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
@@ -52,6 +63,40 @@ def test_decoding_laws_catch_windows_and_large_pages() -> None:
         check_decode(attention_decode, laws=[law], n=5)
         with pytest.raises(AssertionError, match=r"in Case"):
             check_decode(narrow, laws=[law], n=50, shrink=False)
+
+
+def test_decoding_laws_catch_another_default_and_another_out_without_lse() -> None:
+    def open_to_all(*args: Tensor, causal: bool = False, **options: Any) -> Any:
+        return attention_decode(*args, causal=causal, **options)
+
+    def doubled(*args: Tensor, return_lse: bool = False, **options: Any) -> Any:
+        return (
+            attention_decode(*args, return_lse=True, **options)
+            if return_lse
+            else 2 * attention_decode(*args, **options)
+        )
+
+    for wrong in (open_to_all, doubled):
+        with pytest.raises(AssertionError, match=r"in Case"):
+            check_decode(wrong, n=30, shrink=False)
+
+
+def test_no_keys_need_no_gradient() -> None:
+    """Torch's own function gives a constant then, of which autograd knows no gradient: it is 0."""
+
+    def constant(q: Tensor, k: Tensor, v: Tensor, *tables: Tensor, return_lse: bool = False, **options: Any) -> Any:
+        attend = attention_varlen_reference if tables else attention_reference
+        out, lse = attend(q, k, v, *tables, **options, return_lse=True)
+        if not k.numel():
+            out, lse = out.detach(), lse if "sinks" in options else lse.detach()
+        return (out, lse) if return_lse else out
+
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 1, 0, 8)
+    for case in (Case(q, k, k), Case(q, k, k, mask=torch.randn(4, 1)), Case(q, k, k, sinks=torch.randn(3))):
+        laws.gradients_match_autograd(constant, case)
+    tables = torch.tensor([0, 1, 4], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    packed.packed_gradients_are_those_of_dense(constant, PackedCase(q, k, k, *tables))
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "a"])

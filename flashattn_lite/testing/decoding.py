@@ -20,7 +20,7 @@ from flashattn_lite.arguments_decode import MAX_ROWS
 from flashattn_lite.testing import laws, locality
 from flashattn_lite.testing.case import Attention, Case, Result
 from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
-from flashattn_lite.testing.results import assert_same_bits, assert_within, run
+from flashattn_lite.testing.results import assert_same_bits, assert_within, pair, run
 
 # What a decoding attention knows of `strategies.FEATURES`.
 DECODE_FEATURES = frozenset(
@@ -76,6 +76,14 @@ def _paged(x: Tensor, table: Tensor, page: int, pages: int) -> Tensor:
     return storage
 
 
+def causal_is_the_default(attention_decode: Callable[..., Any], case: Case) -> None:
+    """A call that says nothing of causality is causal."""
+    case = case.replace(causal=True, kv_lens=full(case.k) if case.kv_lens is None else case.kv_lens)
+    silent = {name: x for name, x in case.options().items() if name not in ("causal", "kv_lens")}
+    result = attention_decode(case.q, case.k, case.v, case.kv_lens, **silent, return_lse=True)
+    assert_close_to_oracle(*pair(result, case), case)
+
+
 def merge_of_two_caches_is_the_whole(attention_decode: Callable[..., Any], case: Case) -> None:
     """Keys in two caches, cut anywhere: their merge is attention over one; a sink enters one part."""
     attention = as_attention(attention_decode)
@@ -116,6 +124,7 @@ def the_right_side_of_a_window_is_counted(attention_decode: Callable[..., Any], 
 # Laws of attention that need neither a mask nor a start of the queries, asked through `as_attention`.
 SHARED_LAWS = (
     laws.matches_oracle,
+    laws.lse_is_only_told,
     laws.gqa_is_repeated_kv,
     laws.strides_are_irrelevant,
     laws.order_of_keys_is_irrelevant,
@@ -142,6 +151,7 @@ def through_attention(law: Callable[..., None]) -> Callable[..., None]:
 
 DECODE_LAWS: tuple[Callable[..., None], ...] = (
     *(through_attention(law) for law in SHARED_LAWS),
+    causal_is_the_default,
     the_right_side_of_a_window_is_counted,
     paged_is_contiguous,
     merge_of_two_caches_is_the_whole,

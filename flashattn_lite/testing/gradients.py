@@ -1,4 +1,4 @@
-"""What the right gradients are, in float64 by plain autograd of the definition, and how far an honest backward may be.
+"""The right gradients, in float64 by autograd of the definition, how far an honest backward may be, and their law.
 
 The bound follows the backward of any fused attention, term by term in absolute values, with
 e_ij = some eps + the uncertainty of the weight p_ij (see oracle.py):
@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.reference import attention_reference, repeat_heads, weigh
-from flashattn_lite.testing.case import Attention, Case, PackedCase
+from flashattn_lite.testing.case import Attention, Case, PackedCase, needs
 from flashattn_lite.testing.oracle import (
     ACCUMULATION,
     ROUNDING,
     accumulator_eps,
+    expect,
     smallest_weight,
     summing,
     upcast,
     weights,
 )
+from flashattn_lite.testing.results import assert_within, run
 
 NAMES = ("q", "k", "v", "mask", "sinks")
 Gradients = dict[str, tuple[Tensor, Tensor]]
@@ -55,16 +57,21 @@ def _clamped(x: Tensor, largest: float, hides: bool) -> Tensor:
 def run_backward(
     attention: Attention, case: Case | PackedCase, d_out: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Gradients of sum(out * d_out) + sum(lse * d_lse); None where attention gives none. Strides are kept."""
+    """Gradients of sum(out * d_out) + sum(lse * d_lse); None where attention gives none. Strides are kept.
+
+    Where there are no keys, out and lse may be constants.
+    """
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in differentiable(case)}
     options = case.options() | {name: leaves[name] for name in leaves if name not in ("q", "k", "v")}
     out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True)
-    assert out.requires_grad, f"out is detached from its inputs in {case}"
-    results, upstream = [out], [d_out.to(out.dtype)]
-    if d_lse is not None and lse is not None:
-        assert lse.requires_grad, f"lse is detached from its inputs in {case}"
-        results, upstream = [out, lse], [*upstream, d_lse.to(lse.dtype)]
-    grads = torch.autograd.grad(results, list(leaves.values()), upstream, allow_unused=True)
+    results = {"out": (out, d_out)} | ({} if d_lse is None or lse is None else {"lse": (lse, d_lse)})
+    for name, (x, _) in results.items():
+        assert x.requires_grad or not case.k.numel(), f"{name} is detached from its inputs in {case}"
+    attached = [(x, upstream.to(x.dtype)) for x, upstream in results.values() if x.requires_grad]
+    if not attached:
+        return dict.fromkeys(leaves)
+    outputs, upstream = zip(*attached, strict=True)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
     return dict(zip(leaves, grads, strict=True))
 
 
@@ -114,3 +121,24 @@ def _bounds(exact: Case, case: Case, d_out: Tensor, d_lse: Tensor | None) -> dic
         "mask": d_s,
         "sinks": (2 * sink * d_delta.squeeze(-1)).sum((0, 2)),
     }
+
+
+@needs("gradients")
+def gradients_match_autograd(attention: Attention, case: Case) -> None:
+    """The gradients of q, k, v, a float mask and the sinks are those of autograd through the definition."""
+    case = within_range(case)
+    if not bool(torch.isfinite(expect(case, eager=False).out).all()):
+        return
+    generator = case.generator()
+    d_out = torch.randn(*case.q.shape[:3], case.v.shape[-1], generator=generator).to(case.q)
+    d_lse = torch.randn(case.q.shape[:3], generator=generator).to(case.q.device)
+    with torch.no_grad():
+        _, lse = run(attention, case)
+    for upstream in (None,) if lse is None else (None, d_lse):
+        grads = run_backward(attention, case, d_out, upstream)
+        for name, (want, bound) in expect_gradients(case, d_out, upstream).items():
+            got = grads[name]
+            if got is None:  # to autograd that is 0
+                assert not want.any(), f"no gradient reaches {name} in {case}"
+            else:
+                assert_within(f"gradient of {name}", got, want, bound, case)

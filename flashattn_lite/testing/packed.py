@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashattn_lite.errors import show
 from flashattn_lite.testing.case import Attention, PackedCase, needs
 from flashattn_lite.testing.gradients import expect_gradients, run_backward, within_range
 from flashattn_lite.testing.locality import packed_neighbours_are_irrelevant, packed_slot_is_irrelevant
@@ -27,6 +28,14 @@ def packed_is_a_loop_of_dense(attention_varlen: Attention, case: PackedCase) -> 
         assert_close_to_oracle(dense_out, dense_lse, case.dense(b))
 
 
+@needs("lse")
+def packed_lse_is_only_told(attention_varlen: Attention, case: PackedCase) -> None:
+    """Without return_lse the result is out, alone."""
+    alone = attention_varlen(case.q, case.k, case.v, case.cu_seqlens_q, case.cu_seqlens_k, **case.options())
+    assert isinstance(alone, Tensor), f"without return_lse it must return out; got {show(alone)} in {case}"
+    packed_is_a_loop_of_dense(lambda *args, **options: (alone, None), case)
+
+
 @needs("gradients")
 def packed_gradients_are_those_of_dense(attention_varlen: Attention, case: PackedCase) -> None:
     """Each packed sequence gets the gradients that it has alone; the sinks' are summed over the sequences."""
@@ -41,7 +50,10 @@ def packed_gradients_are_those_of_dense(attention_varlen: Attention, case: Packe
     packed = functools.partial(bound_to, attention_varlen, case.cu_seqlens_q, case.cu_seqlens_k)
     grads = run_backward(packed, case, d_out, d_lse)
     missing = [name for name, grad in grads.items() if grad is None]
-    assert not missing, f"no gradient reaches {', '.join(missing)} in {case}"
+    if not case.k.shape[0]:  # to autograd that is 0
+        grads |= {name: torch.zeros_like(getattr(case, name)) for name in missing}
+    else:
+        assert not missing, f"no gradient reaches {', '.join(missing)} in {case}"
     sinks, every = [], True
     for b, (rows, keys) in enumerate(case.sequences()):
         if not bool(torch.isfinite(expect(case.dense(b), eager=False).out).all()):
@@ -71,6 +83,7 @@ def bound_to(attention_varlen: Attention, cu_q: Tensor, cu_k: Tensor, *tensors: 
 PACKED_LAWS = (
     packed_is_a_loop_of_dense,
     packed_gradients_are_those_of_dense,
+    packed_lse_is_only_told,
     packed_neighbours_are_irrelevant,
     packed_slot_is_irrelevant,
 )

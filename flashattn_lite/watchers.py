@@ -1,0 +1,65 @@
+"""Who stands for a tensor, or looks on while a call runs: transforms, dispatch modes, tracers.
+
+By names of torch's that are private, and the same in 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
+
+
+def transformed(x: Tensor) -> bool:
+    """Whether a transform of torch.func stands for x."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def bare(x: Any) -> Any:
+    """What transforms of torch.func stand for, of what is mapped over one entry, to look at alone; else x."""
+    if not isinstance(x, Tensor) or not transformed(x):
+        return x
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        while transformed(x):
+            mapped = torch._C._functorch.maybe_get_bdim(x)  # -1: not by this one
+            x = torch._C._functorch.get_unwrapped(x)
+            x = x if mapped < 0 else x.select(mapped, 0)
+        return x
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """What torch.vmap maps over, since its stand-in can't be asked whether it has a tangent; else x."""
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def batched(x: Tensor) -> bool:
+    """Many tensors in the guise of one, as autograd.grad(is_grads_batched=True) hands a backward pass."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def watched() -> bool:
+    """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
+    try:
+        if forward_ad._current_level >= 0 or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+            return True
+        if torch._C._len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
+            return True
+        return torch._C._functorch.peek_interpreter_stack() is not None
+    except AttributeError:  # a torch that names these otherwise: let everything see the op
+        return True
+
+
+def function_modes() -> Iterator[Any]:
+    """The active modes that see calls of torch's functions."""
+    return (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+
+
+def looks_on(mode: Any) -> bool:
+    """A default device (torch.set_default_device, `with torch.device()`) only concerns those who make new tensors."""
+    return (type(mode).__module__, type(mode).__qualname__) != ("torch.utils._device", "DeviceContext")

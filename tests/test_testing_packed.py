@@ -34,9 +34,14 @@ def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
         ends = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in (q, k)]
         return attention_varlen_reference(q, k, v, *ends, **options)
 
+    def doubled(*args: Tensor, return_lse: bool = False, **options: Any) -> Any:
+        out, lse = attention_varlen_reference(*args, **options, return_lse=True)
+        return (out, lse) if return_lse else 2 * out
+
     for law in PACKED_LAWS:
+        wrong = doubled if law is packed.packed_lse_is_only_told else one_sequence
         with pytest.raises(AssertionError, match=r"in (Packed)?Case"):
-            check_packed(one_sequence, laws=[law], n=100, shrink=False, **sizes)
+            check_packed(wrong, laws=[law], n=100, shrink=False, **sizes)
 
     class Tripled(torch.autograd.Function):
         forward = staticmethod(lambda ctx, x: x.clone())

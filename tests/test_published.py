@@ -10,12 +10,11 @@ from benchmarks import provenance, tables
 
 PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 H100 = provenance.RESULTS / "h100-80gb-hbm3"
-H200_TRITON_39, H100_TRITON_39 = (provenance.RESULTS / f"{card}-triton-3.9" for card in ("h200", "h100-80gb-hbm3"))
+H200_TRITON_39 = provenance.RESULTS / "h200-triton-3.9"
 PUBLISHED = [(tables.results(), name) for name in tables.TABLES]
 ON_H100 = ("attention", "decode", "decode_mixed", "softmax", "shapes", "backward", "backward_bias")
 PUBLISHED += [(tables.results(H100), name) for name in ON_H100]
-PUBLISHED += [(tables.results(H200_TRITON_39), name) for name in ("attention", "softmax")]
-PUBLISHED += [(tables.results(H100_TRITON_39), "decode")]
+PUBLISHED += [(tables.results(H200_TRITON_39), name) for name in ("attention", "decode", "softmax")]
 
 
 @pytest.mark.parametrize(("read", "name"), PUBLISHED)

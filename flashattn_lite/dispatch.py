@@ -26,7 +26,7 @@ class Hopper:
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         if target.triton:
             return [target.triton]
-        if target.kind != "cuda" or target.arch != 90:
+        if not target.hopper:
             return [f"it needs a Hopper GPU (sm_90a); these tensors are on {target.name}"]
         try:
             from flashattn_lite.kernels import attention_hopper_launch
@@ -140,6 +140,7 @@ BACKENDS: tuple[Split | Hopper | Triton | Tiled, ...] = (Split(), Hopper(), Trit
 
 
 def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> None:
+    """Refuses what is no name of a backend, nor "auto"."""
     names = ("auto", *(candidate.name for candidate in backends))
     if not isinstance(backend, str) or backend not in names:
         raise value_error(
@@ -227,6 +228,7 @@ class Explanation:
 
 
 def explain(problem: AttentionProblem, inputs: Inputs, backend: str) -> Explanation:
+    """What would run a call, and what would make its gradients."""
     chosen = choose(problem, inputs, backend, BACKENDS)
     target = targets.of(problem.device)
     asked = tuple(x is not None and x.requires_grad for x in inputs[:5])

@@ -20,6 +20,11 @@ class Target:
     interpreting: bool = False
     multiprocessors: int = 1
 
+    @property
+    def hopper(self) -> bool:
+        """An NVIDIA GPU of compute capability 9.0, and no interpreter."""
+        return self.is_cuda(90) and self.arch == 90
+
     def is_cuda(self, least: int) -> bool:
         """An NVIDIA GPU of this compute capability (90 is 9.0) or newer, and no interpreter."""
         return self.kind == "cuda" and isinstance(self.arch, int) and self.arch >= least and not self.interpreting

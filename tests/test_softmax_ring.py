@@ -174,6 +174,7 @@ def test_what_a_stream_keeps_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     """Counts and words are found again on their stream alone, grow, and no epoch comes twice on the same words."""
     stream, capturing = SimpleNamespace(cuda_stream=1), False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(kernels, "current_stream", lambda index: stream.cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for kept in ("_counts", "_words"):
         monkeypatch.setattr(kernels, kept, {})

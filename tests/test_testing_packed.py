@@ -81,9 +81,10 @@ def test_decoding_laws_catch_another_default_and_another_out_without_lse() -> No
             else 2 * attention_decode(*args, **options)
         )
 
-    for wrong in (open_to_all, doubled):
+    for name, wrong in (("causal_is_the_default", open_to_all), ("lse_is_only_told", doubled)):
+        (law,) = (law for law in decoding.DECODE_LAWS if law.__name__ == name)
         with pytest.raises(AssertionError, match=r"in Case"):
-            check_decode(wrong, n=30, shrink=False)
+            check_decode(wrong, laws=[law], n=30, shrink=False)
 
 
 def test_no_keys_need_no_gradient() -> None:

@@ -71,6 +71,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
 
 
 def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> HopperConfig:
+    """The tile that a launch takes: of the table's, by the mask's kind, in parts or chains of them, or dealt out."""
     mask_bytes = None
     if inputs.mask is not None and not varies(problem, inputs.mask, 2):
         mask_bytes = 0
@@ -83,6 +84,7 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Hopp
 
 
 def tile_of(problem: AttentionProblem, mask: Tensor | None, config: HopperConfig, page: int = 0) -> HopperTile:
+    """What the kernel is compiled for. page: keys of one; 0: they lie in one piece."""
     of_qk, of_v = pieces(problem.head_dim), pieces_of_v(problem.head_dim_v)
     if problem.cache:
         of_qk, of_v = pieces_of_pages(of_qk), pieces_of_pages(of_v)

@@ -158,6 +158,7 @@ def config_of(problem: AttentionProblem, inputs: Inputs, target: Target) -> Tile
 
 
 def has_tma(target: Target) -> bool:
+    """Whether there is a tensor copy engine."""
     return target.is_cuda(90)
 
 

@@ -37,7 +37,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs, needs: Sequence[bool], ta
     """Reasons why these kernels can't make the gradients that are needed; empty if they can."""
     reasons = attention_launch.why_not(problem, target)
     if not reasons and problem.dtype == torch.float32 and not target.interpreting:
-        if target.kind != "cuda" or target.arch != 90:  # on sm_80 parts spill 16 KB a thread
+        if not target.hopper:  # on sm_80 parts spill 16 KB a thread
             reasons.append("gradients of float32 are torch's own products on this GPU")
         elif products(problem, target) != "parts":
             reasons.append("gradients of float32 in TF32 are torch's own products")

@@ -16,6 +16,7 @@ from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
+    VECTOR,
     contiguous,
     expanded_mask,
     in_rows,
@@ -78,6 +79,7 @@ def as_promised(problem: AttentionProblem) -> AttentionProblem:
 
 
 def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: DecodeConfig, page: int) -> DecodeTile:
+    """What the kernels are compiled for, but for what a launch's splits decide. page: keys of one, or 0."""
     precise = problem.dtype != torch.float32 or not takes_tf32()
     aligned = vectorised(inputs.k) and vectorised(inputs.v)
     features = problem.features
@@ -92,7 +94,7 @@ def tile_of(problem: AttentionProblem, inputs: Inputs, target: Target, config: D
         BLOCK_DV=padded(problem.head_dim_v),
         GROUP=problem.group,
         PAGE=page,
-        ALIGN=16 // problem.dtype.itemsize if aligned else 1,
+        ALIGN=VECTOR // problem.dtype.itemsize if aligned else 1,
         PRECISION="ieee" if precise else "tf32",
         ONE=problem.len_q == 1,
         UNEQUAL=mask_rows or (problem.len_q > 1 and (features.left or features.right)),

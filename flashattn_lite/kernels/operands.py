@@ -88,8 +88,8 @@ def steps(x: Tensor) -> list[int]:
 
 def vectorised(x: Tensor) -> bool:
     """Every row starts at a multiple of 16 bytes and is a whole number of them."""
-    whole = all(size * x.element_size() % 16 == 0 for size in (*steps(x), x.shape[-1]))
-    return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    whole = all(size * x.element_size() % VECTOR == 0 for size in (*steps(x), x.shape[-1]))
+    return whole and x.stride(-1) == 1 and x.data_ptr() % VECTOR == 0
 
 
 def expanded_mask(problem: AttentionProblem, mask: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ def takes_tma(x: Tensor, heads_packed: bool = False) -> bool:
     several = (0 if x.dim() == 3 else 2, *([1] if heads_packed else []))
     if any(x.stride(dim) == 0 for dim in several):
         return False
-    aligned = all(0 <= step * x.element_size() < 2**40 and step * x.element_size() % 16 == 0 for step in steps(x))
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.numel() > 0
+    aligned = all(0 <= step * x.element_size() < 2**40 and step * x.element_size() % VECTOR == 0 for step in steps(x))
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % VECTOR == 0 and x.numel() > 0
 
 
 def tma_strides(sizes: list[int], steps: tuple[int, ...], itemsize: int) -> list[int]:
     """Strides for a descriptor: any legal one will do where there is one entry."""
-    legal = 16 // itemsize
+    legal = VECTOR // itemsize
     return [*(step if size > 1 else legal for size, step in zip(sizes[:-1], steps[:-1], strict=True)), 1]

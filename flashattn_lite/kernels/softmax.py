@@ -98,6 +98,7 @@ def merged_parts(m_parts_ptr, l_parts_ptr, tile, splits, ROWS: tl.constexpr, PAR
 
 @triton.jit
 def store_part(m_parts_ptr, l_parts_ptr, part, m_part, l_part, ROWS: tl.constexpr):
+    """Leaves the state of a tile's rows over one of their splits for who merges them."""
     offs = tl.cast(part, tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(m_parts_ptr + offs, m_part)
     tl.store(l_parts_ptr + offs, l_part)
@@ -213,6 +214,7 @@ def sweep_kernel(
 
 @triton.jit
 def store_stats(m_ptr, l_ptr, offs, rows, top, l_i):
+    """Writes the statistics of rows, where `rows` says that they exist."""
     # A maximum passes over NaN, a sum does not: l_i tells of one (of +inf too, which top shows by itself).
     top = tl.where((l_i != l_i) & (top < float("inf")), l_i, top)
     tl.store(m_ptr + offs, top, mask=rows)

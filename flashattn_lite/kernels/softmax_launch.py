@@ -14,7 +14,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
-from flashattn_lite.kernels.start import Starter, counters, lasting_zeros, on
+from flashattn_lite.kernels.start import Starter, counters, current_stream, lasting_zeros, on
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
     WORD_BYTES,
@@ -227,7 +227,7 @@ def sharing(x: Tensor) -> tuple[int, int] | None:
     """
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    return x.get_device(), torch.cuda.current_stream(x.device).cuda_stream
+    return x.get_device(), current_stream(x.get_device())
 
 
 _counts: dict[tuple[int, int], Tensor] = {}

@@ -91,7 +91,7 @@ def columns(problem: AttentionProblem, target: Target, own_rows: int = 64) -> tu
     the redo of rows multiplies, ptxas 12.8 (Triton 3.6) loses descriptors of one of them (docs/design.md).
     """
     dim, dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    has_wgmma = target.kind == "cuda" and target.arch == 90 and own_rows >= 64 and not target.interpreting
+    has_wgmma = target.hopper and own_rows >= 64
     least = min(64, max(dim, dim_v)) if has_wgmma else 0
     return max(dim, least), max(dim_v, least)
 
@@ -108,13 +108,13 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
         return TileConfig(32, 32, 4, 1)  # small, so that small tests cross tile borders
     if problem.dtype == torch.float32:
         if products(problem, target) == "parts":
-            if target.arch == 90 and dim <= 128 and mask_bytes < 4:
+            if target.hopper and dim <= 128 and mask_bytes < 4:
                 return FLOAT32_LARGE
             # Compiled by Triton 3.6 to 3.9, head dim 128: up to 116 KiB in two stages, 68 in one.
             return replace(FLOAT32, num_stages=1) if dim > 64 and shared_bytes(target) < 120 << 10 else FLOAT32
         return _fitting(problem, target, FLOAT32, mask_bytes)
     config = TileConfig(128, 64, 4 if dim <= 64 else 8, 3)
-    if target.kind == "cuda" and target.arch == 90:
+    if target.hopper:
         features = problem.features
         is_long = not features.varlen and problem.len_k >= LONG[features.right]
         config = next(large if is_long else small for limit, small, large in HOPPER if dim <= limit)
@@ -125,7 +125,7 @@ def attention_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 
 
 def unaligned_tile(problem: AttentionProblem, target: Target, mask_bytes: int = 0) -> TileConfig:
     """The tile for K or V whose rows are not 16-byte aligned: on sm_90 one below wgmma's 64 rows, unpipelined."""
-    if target.kind == "cuda" and target.arch == 90 and not target.interpreting:
+    if target.hopper:
         return TileConfig(32, 64, 2, 1) if problem.dtype != torch.float32 else OFF_WGMMA_FLOAT32
     return attention_tile(problem, target, mask_bytes)
 
@@ -197,7 +197,7 @@ def backward_tile(
         return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else OFF_WGMMA_FLOAT32
     if problem.dtype == torch.float32:
         config = BACKWARD_FLOAT32
-    elif target.kind == "cuda" and target.arch == 90:
+    elif target.hopper:
         dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
         tiles = next(tiles for limit, *tiles in (BACKWARD_MASKED if mask_bytes else BACKWARD) if dim <= limit)
         config = tiles[0] if not keys else tiles[1] if makes[0] else tiles[2]

@@ -186,7 +186,7 @@ def decode_tile(problem: AttentionProblem, target: Target, vectorised: bool) -> 
     # Of heads of 256 three programs fit with three stages (H100):
     # 64 x 512, 8 x 8k, 64 x 2k, 4 tokens 110 to 96 us, 185 to 183, 375 to 372, one 95 to 93, 183 to 180, 361 to 357.
     stages = _stages(target, 3 if wide and rows == 16 else 4, block_n * key_bytes)
-    if rows > 32 or (rows == 32 and target.kind == "cuda" and target.arch == 90):
+    if rows > 32 or (rows == 32 and target.hopper):
         # wgmma's 64 rows for 32 too: 64 query and 8 key heads, four tokens, 8 x 8k 90 and 72 us. 64 x 256 floats of one
         # state are 128 registers in each of 4 warps.
         warps = 8 if dim_v > 128 else 4

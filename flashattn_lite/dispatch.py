@@ -18,41 +18,6 @@ Run = Callable[..., None]  # of (inputs, out, lse), and of a cache the block tab
 Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # (inputs, out, lse, d_out, d_lse)
 
 
-class Hopper:
-    """The Gluon kernel for sm_90a. Gluon changes between versions of Triton: where it does not fit, it says so."""
-
-    name = "hopper"
-
-    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        if target.triton:
-            return [target.triton]
-        if not target.hopper:
-            return [f"it needs a Hopper GPU (sm_90a); these tensors are on {target.name}"]
-        try:
-            from flashattn_lite.kernels import attention_hopper_launch
-        except Exception as error:
-            return [f"Gluon of the installed Triton does not take it ({type(error).__name__}: {error})"]
-        return attention_hopper_launch.why_not(problem, inputs)
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
-        from flashattn_lite.kernels import attention_hopper_launch
-
-        return attention_hopper_launch.config_of(problem, inputs, target)
-
-    def prepare(
-        self,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        target: Target,
-        table: Tensor | None = None,
-    ) -> Run:
-        from flashattn_lite.kernels import attention_hopper_launch
-
-        return attention_hopper_launch.Call(problem, inputs, out, lse, target, table=table)
-
-
 class Backend(Protocol):
     """What every backend answers."""
 
@@ -64,61 +29,79 @@ class Backend(Protocol):
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 
-class Triton:
-    """The portable kernel. Its module imports Triton, so it is imported when first needed."""
+class Kernels:
+    """What backends that start kernels share. Their modules import Triton, so they are imported when first needed."""
 
-    name = "triton"
+    def launcher(self) -> Any:
+        """The module that starts them."""
+        raise NotImplementedError
+
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
+        return self.launcher().config_of(problem, inputs, target)
+
+    def prepare(self, *given: Any) -> Run:
+        """given: problem, inputs, out, lse, target and, of a cache, its block table or None."""
+        run: Run = self.launcher().prepare(*given)
+        return run
+
+
+class Hopper(Kernels):
+    """The Gluon kernel for sm_90a. Gluon changes between versions of Triton: where it does not fit, it says so."""
+
+    name = "hopper"
+
+    def launcher(self) -> Any:
+        from flashattn_lite.kernels import attention_hopper_launch
+
+        return attention_hopper_launch
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         if target.triton:
             return [target.triton]
+        if not target.hopper:
+            return [f"it needs a Hopper GPU (sm_90a); these tensors are on {target.name}"]
+        try:
+            launcher = self.launcher()
+        except Exception as error:
+            return [f"Gluon of the installed Triton does not take it ({type(error).__name__}: {error})"]
+        reasons: list[str] = launcher.why_not(problem, inputs)
+        return reasons
+
+
+class Triton(Kernels):
+    """The portable kernel."""
+
+    name = "triton"
+
+    def launcher(self) -> Any:
         from flashattn_lite.kernels import attention_launch
 
-        return attention_launch.why_not(problem, target)
+        return attention_launch
 
-    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
-        from flashattn_lite.kernels import attention_launch
-
-        return attention_launch.config_of(problem, inputs, target)
-
-    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
-        from flashattn_lite.kernels import attention_launch
-
-        return attention_launch.prepare(problem, inputs, out, lse, target)
+    def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
+        reasons: list[str] = [target.triton] if target.triton else self.launcher().why_not(problem, target)
+        return reasons
 
 
-class Split:
+class Split(Kernels):
     """Decoding's kernels, for few query rows: they split the keys over the whole GPU and read them once a key head."""
 
     name = "split"
 
+    def launcher(self) -> Any:
+        from flashattn_lite.kernels import decode_launch
+
+        return decode_launch
+
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
         if target.triton:
             return [target.triton]
-        from flashattn_lite.kernels import decode_launch, tuning_parts
+        from flashattn_lite.kernels import tuning_parts
 
-        reasons = decode_launch.why_not_attention(problem, target)
+        reasons: list[str] = self.launcher().why_not_attention(problem, target)
         if not reasons and tuning_parts.ahead_of_decoding(problem) and not Hopper().why_not(problem, inputs, target):
             reasons.append("of more than 16 rows over so many keys the Hopper kernel is faster, and takes them")
         return reasons
-
-    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.config_of(problem, inputs, target)
-
-    def prepare(
-        self,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        target: Target,
-        table: Tensor | None = None,
-    ) -> Run:
-        from flashattn_lite.kernels import decode_launch
-
-        return decode_launch.prepare(problem, inputs, out, lse, target, table)
 
 
 class Tiled:

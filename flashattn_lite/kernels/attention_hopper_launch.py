@@ -32,7 +32,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     varies,
 )
-from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on
+from flashattn_lite.kernels.start import AS_WRITTEN, Address, Plan, Starter, counters, on
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
@@ -181,8 +181,7 @@ class Call:
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
         self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
-        registers = REGISTERS[tile.WARPGROUPS, config.blocks]
-        options = {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": False}  # as in options_of
+        options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], **AS_WRITTEN}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
@@ -224,6 +223,13 @@ class Call:
         if follows:
             start, args = follows
             start(args)
+
+
+def prepare(
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, table: Tensor | None = None
+) -> Call:
+    """What fills out and lse for tensors of this metadata."""
+    return Call(problem, inputs, out, lse, target, table=table)
 
 
 def plan(

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
-from flashattn_lite.kernels.start import Starter, counters, current_stream, lasting_zeros, on
+from flashattn_lite.kernels.start import AS_WRITTEN, Starter, counters, current_stream, lasting_zeros, on
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
     WORD_BYTES,
@@ -133,7 +133,7 @@ def plan(
     shape["WIDTH"] = 2 if x_unit and align > 1 and x.element_size() == 2 else 1
     halves = target.is_cuda(80)
     compares, lanes = {"BOTH": halves and shape["WIDTH"] == 2}, {"LANES": tile.lanes(across, align)}
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": tile.num_warps, **AS_WRITTEN}
     if tile.registers and target.kind == "cuda":
         options["maxnreg"] = tile.registers
     if wants_softmax and tile.sweeps:
@@ -201,7 +201,7 @@ def ring_launch(
         FLAT=dims[0].size == dims[1].size == 1,
         STATS=stats,
     )
-    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": tile.num_warps, **AS_WRITTEN}
     if tile.registers:
         options["maxnreg"] = tile.registers
     programs = min(units, tile.programs * sms) if tile.programs else units

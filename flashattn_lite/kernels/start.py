@@ -15,6 +15,9 @@ from triton import knobs
 from flashattn_lite.kernels import descriptors
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
+# Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
+# differ from 1 (device/state.py).
+AS_WRITTEN = {"enable_fp_fusion": False}
 Plan = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
 
 
@@ -47,11 +50,8 @@ class Starter:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Of a kernel of attention with such a tile. It asks for every fma that it means (device/state.py).
-
-    One of s * scale - m behind our back would make p of the largest score differ from 1.
-    """
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
+    """Of a kernel of attention with such a tile."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **AS_WRITTEN}
 
 
 def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:

@@ -12,7 +12,6 @@ can't be imported or refuses the problem has a row of metric absent, with the re
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.command import need_gpu, parser_of, positive
 from benchmarks.progress import Progress
 from benchmarks.provenance import DTYPES, RESULTS, results_of, row_provenance, write_rows
 from benchmarks.providers import PROVIDERS, Provider, importable, in_a_line
@@ -103,13 +103,13 @@ def rows_of(cell: dict[str, Any], flop: float, name: str, timing: Timing, error:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser = parser_of("attention", __doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 16384])
+    parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[512, 1024, 2048, 4096, 16384])
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/attention.csv")
-    parser.add_argument("--profile", nargs="?", const="sm_90", metavar="GPU",
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/attention[_profile].csv")
+    parser.add_argument("--profile", nargs="?", const="sm_90", choices=("sm_80", "sm_90", "sm_100"),
                         help="what our kernels take of that GPU (default sm_90), from an offline compile")  # fmt: skip
     options = parser.parse_args(argv)
     cells = [
@@ -118,11 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for length in options.lengths
     ]  # fmt: skip
     if options.profile:
-        out = options.out or RESULTS / "h200" / "attention.csv"  # whatever GPU is here: none is asked
-        profile_cells(options.profile, cells, out.with_stem(out.stem + "_profile"))
+        folder = "h200" if options.profile == "sm_90" else options.profile  # whatever GPU is here: none is asked
+        profile_cells(options.profile, cells, options.out or RESULTS / folder / "attention_profile.csv")
         return
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU; on the CPU, python -m benchmarks.cpu")
+    need_gpu(parser, "; on the CPU, python -m benchmarks.cpu")
     out = options.out or results_of() / "attention.csv"
     providers, missing = importable({name: PROVIDERS[name] for name in options.providers})
     torch.manual_seed(0)

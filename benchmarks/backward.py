@@ -12,7 +12,6 @@ although ours makes seven, of head dims above 128 eight, for a mask two more. Ro
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_lite
 from benchmarks.attention import HIDDEN, TOKENS, print_cell, rows_of
+from benchmarks.command import need_gpu, parser_of, positive
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import PROVIDERS, Provider, carried_by_xformers, compiled_flex, importable, in_a_line
@@ -146,18 +146,17 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backward", description=__doc__)
+    parser = parser_of("backward", __doc__)
     parser.add_argument("--dtype", choices=LARGEST_ERROR_EPS, default="bf16")
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 16384])
+    parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[512, 2048, 16384])
     parser.add_argument(
         "--providers", nargs="+", choices=NAMES, default=list(NAMES), help="with --bias all that take one"
     )
     parser.add_argument("--bias", action="store_true", help="a mask that wants a gradient; up to 2048 keys, not causal")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/backward.csv, _fp32, _bias")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
+    need_gpu(parser)
     name = "backward" + "_fp32" * (options.dtype == "fp32") + "_bias" * options.bias
     out = options.out or results_of() / f"{name}.csv"
     missing: dict[str, str] = {}

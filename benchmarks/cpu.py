@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashattn_lite
+from benchmarks.command import parser_of, positive
 from benchmarks.provenance import results_of, row_provenance, write_rows
 
 THREADS = 2
@@ -109,11 +109,10 @@ def busy(processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--csv", type=Path, nargs="?", const=results_of("cpu") / "attention.csv", help="write rows there"
-    )
-    parser.add_argument("--longest", type=int, default=8192, help="leave longer sequences out")
+    parser = parser_of("cpu", __doc__)
+    default = results_of("cpu") / "attention.csv"
+    parser.add_argument("--csv", type=Path, nargs="?", const=default, help="write rows there; default: %(const)s")
+    parser.add_argument("--longest", type=positive, default=8192, help="leave longer sequences out")
     parser.add_argument("--beside", type=int, default=0, metavar="N", help="other processes, busy; not with --csv")
     options = parser.parse_args()
     if options.beside and options.csv is not None:

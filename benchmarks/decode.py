@@ -14,7 +14,6 @@ with the reason as its value.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import flashattn_lite
 from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS, TIMED_MS, WARM_MS
+from benchmarks.command import need_gpu, parser_of
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
 from benchmarks.providers import Provider, compiled_flex, flash_attention, flash_attention_3, importable
@@ -245,13 +245,12 @@ def parse_cell(text: str) -> tuple[int, int, int]:
 
 def options_of(name: str, doc: str | None, cells: Sequence[str], providers: Iterable[str], argv: Any) -> Any:
     """The command line of a benchmark of such cells."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+    parser = parser_of(name, doc)
     parser.add_argument("--cells", nargs="+", default=list(cells), help="batch x keys [x query tokens]")
     parser.add_argument("--providers", nargs="+", choices=providers, default=list(providers))
     parser.add_argument("--out", type=Path, help=f"default: benchmarks/results/<GPU>/{name}.csv")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
+    need_gpu(parser)
     options.out = options.out or results_of() / f"{name}.csv"
     return options
 

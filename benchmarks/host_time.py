@@ -11,7 +11,6 @@ row of metric absent, with the reason as its value.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.command import need_gpu, parser_of
 from benchmarks.packed_providers import PACKED, pack
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
@@ -132,11 +132,10 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
+    parser = parser_of("host_time", __doc__)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/host_time.csv")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU: without one there is no launch to time")
+    need_gpu(parser, ": without one there is no launch to time")
     out = options.out or results_of() / "host_time.csv"
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []

@@ -8,7 +8,6 @@ per measurement (the `metric` column says which). Attention is not causal, so th
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_lite
+from benchmarks.command import need_gpu, parser_of, positive
 from benchmarks.peak import Call, peak_allocated_bytes, peak_cuda_bytes, peak_rss_bytes
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
@@ -183,15 +183,17 @@ def row(case: Case, refusal: str | None) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
+    parser = parser_of("memory", __doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>/memory.csv")
-    parser.add_argument("--lengths", type=int, nargs="+", help="default: 256 to 8192 on the CPU, 512 to 65536 on CUDA")
-    parser.add_argument("--heads", type=int, help="default: 4 on the CPU, 16 on CUDA")
-    parser.add_argument("--head-dim", type=int, help="default: 64 on the CPU, 128 on CUDA")
+    parser.add_argument("--lengths", type=positive, nargs="+", help="default: 256 to 8192, on CUDA 512 to 65536")
+    parser.add_argument("--heads", type=positive, help="default: 4, on CUDA 16")
+    parser.add_argument("--head-dim", type=positive, help="default: 64, on CUDA 128")
     parser.add_argument("--no-rss", action="store_true", help="CPU: leave out the second opinion")
     options = parser.parse_args(argv)
     on_gpu = options.device == "cuda"
+    if on_gpu:
+        need_gpu(parser, "; or --device cpu")
     lengths = options.lengths or [2**n for n in (range(9, 17) if on_gpu else range(8, 14))]
     heads, head_dim = options.heads or (16 if on_gpu else 4), options.head_dim or (128 if on_gpu else 64)
     out = options.out or results_of(options.device) / "memory.csv"

@@ -18,7 +18,6 @@ of sequences, len_q and len_kv the longest length.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention import HIDDEN, TOKENS, Sample, measure_cell, print_cell, rotating_sets, rows_of
+from benchmarks.command import need_gpu, parser_of, positive
 from benchmarks.packed_providers import PACKED, pack
 from benchmarks.progress import Progress
 from benchmarks.provenance import COLUMNS, results_of, row_provenance, write_rows
@@ -60,14 +60,13 @@ def sampled(lengths: Sequence[int]) -> Sample:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packed", description=__doc__)
+    parser = parser_of("packed", __doc__)
     parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=list(PACKINGS))
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128])
     parser.add_argument("--providers", nargs="+", choices=PACKED, default=list(PACKED))
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/packed.csv")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
+    need_gpu(parser)
     out = options.out or results_of() / "packed.csv"
     made, missing = importable({name: PACKED[name] for name in options.providers})
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks import plot_attention, plot_bandwidth
+from benchmarks.command import existing, parser_of
 from benchmarks.plot_style import GREY, INK, STYLES, NothingToDraw, Row, label_ends, length_axis, line_style, save
 from benchmarks.provenance import RESULTS, ROOT, read_rows
 
@@ -98,16 +98,19 @@ PLOTS: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser = parser_of("plot", __doc__)
     parser.add_argument("name", choices=PLOTS)
-    parser.add_argument("--csv", type=Path, help="default: the committed results of every GPU and CPU that has them")
+    parser.add_argument("--csv", type=existing, help="default: what benchmarks/results has of every GPU and CPU")
     parser.add_argument("--out", type=Path, help="default: docs/images/<name>-<device>.png")
     options = parser.parse_args(argv)
     results, draw = PLOTS[options.name]
     for csv in [options.csv] if options.csv else sorted(RESULTS.glob(f"*/{results}.csv")):
         out = options.out or ROOT / "docs" / "images" / f"{options.name}-{csv.parent.name}.png"
         try:
-            draw(read_rows(csv), out)
+            rows = read_rows(csv)
+            if not rows or "metric" not in rows[0]:
+                raise NothingToDraw("no column metric")
+            draw(rows, out)
         except NothingToDraw as reason:
             if options.csv:
                 parser.error(f"--csv: {csv} has {reason}")

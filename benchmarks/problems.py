@@ -12,7 +12,6 @@ anything was found.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import sys
@@ -27,6 +26,7 @@ import flashattn_lite as fa
 from benchmarks import problems_drawn as drawn
 from benchmarks import problems_softmax as of_softmax
 from benchmarks.bits import assert_same
+from benchmarks.command import device, parser_of
 from benchmarks.problems_softmax import SoftmaxCase
 from flashattn_lite.testing import ALL_LAWS, DECODE_LAWS, PACKED_LAWS, Case, PackedCase
 from flashattn_lite.testing.decoding import paged_is_contiguous, through_attention
@@ -173,13 +173,11 @@ def differences(attention: Any, case: Any, asked: Sequence[Check]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.problems", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("problems", __doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--device", type=device, default="cuda", help="%(default)s, or cpu")
     options = parser.parse_args(argv)
     draw, end = random.Random(options.seed), time.monotonic() + options.seconds
     count = found = 0

@@ -8,7 +8,6 @@ past Triton's cache, and looks for `benchmarks.mistakes`. Exits with 1 if any we
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.command import parser_of
 from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_plan, attention_problem, compiled
 from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch
@@ -59,9 +59,7 @@ def backward(dim: int, dim_v: int, dtype: torch.dtype, rows: int, features: dict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("search", __doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))

@@ -15,7 +15,6 @@ as its value.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import flashattn_lite
 from benchmarks.attention import CACHE_BYTES, LARGEST_ERROR_EPS
+from benchmarks.command import need_gpu, parser_of
 from benchmarks.decode import GRAPH_MS, captured, replay_in_turn
 from benchmarks.progress import Progress
 from benchmarks.provenance import COLUMNS, DTYPES, results_of, row_provenance, write_rows
@@ -354,13 +354,14 @@ def columns() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shapes", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser = parser_of("shapes", __doc__)
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME", help="default: all"
+    )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/shapes.csv")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
+    need_gpu(parser)
     out = options.out or results_of() / "shapes.csv"
     torch.manual_seed(0)
     common = {**row_provenance("cuda"), "op": "attention"}

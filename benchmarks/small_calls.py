@@ -10,7 +10,6 @@ On a GPU of 132 multiprocessors: which row tiles are dealt out, folded or in cha
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 import flashattn_lite
+from benchmarks.command import device, parser_of
 
 LOUD = 40.0  # q and k full of it: a score far above what a row's first tiles lead to expect
 
@@ -121,16 +121,16 @@ for name, page in (("cache", 0), ("pages", 16)):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_calls", description=__doc__)
+    parser = parser_of("small_calls", __doc__)
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME", help="default: all")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", type=device, default="cuda", help="%(default)s, or cpu")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     for name in options.calls:
         print(name, flush=True)  # first: what a tool reports lies below
         for again in (False, True):
-            CALLS[name](options.device, again)
-            if options.device == "cuda":
+            CALLS[name](options.device.type, again)
+            if options.device.type == "cuda":
                 torch.cuda.synchronize()
 
 

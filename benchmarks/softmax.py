@@ -14,7 +14,6 @@ refuses the problem has a row of metric absent, with the reason as its value.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 import flashattn_lite
+from benchmarks.command import need_gpu, parser_of
 from benchmarks.progress import Progress
 from benchmarks.provenance import COLUMNS, results_of, row_provenance, write_rows
 from benchmarks.providers import in_a_line
@@ -193,15 +193,14 @@ def ready(providers: dict[str, Callable[[], Call]], chosen: Sequence[str] | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.softmax", description=__doc__)
+    parser = parser_of("softmax", __doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--cells", nargs="+", default=[f"{rows}x{cols}" for rows, cols in CELLS], help="rows x columns")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--providers", nargs="+", choices=sorted({*SOFTMAX, *STATS}))
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/softmax.csv")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
+    need_gpu(parser)
     out = options.out or results_of() / "softmax.csv"
     torch.manual_seed(0)
     shapes = [tuple(int(n) for n in cell.split("x")) for cell in options.cells]

@@ -1,17 +1,20 @@
-"""Results as the tables of docs/performance.md, from their CSV alone: python -m benchmarks.tables
+"""Results of one GPU as tables of docs/performance.md, from their CSV alone:
 
-A test compares the page with what this prints, so that no number there is anybody's but a measurement's.
+python -m benchmarks.tables [--results benchmarks/results/<GPU>]
+
+A test compares the page with what this prints, so that no number of these tables is anybody's but a measurement's. What
+the page says of several runs at once (aims, ratios of tables) is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.command import existing, parser_of
 from benchmarks.provenance import RESULTS, read_rows
 
 OURS = "flashattn_lite"
@@ -304,9 +307,11 @@ def results(folder: Path = RESULTS / "h200") -> Read:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS / "h200", help="a folder of CSVs: %(default)s")
+    parser = parser_of("tables", __doc__)
+    parser.add_argument("--results", type=existing, default=RESULTS / "h200", help="a folder of CSVs: %(default)s")
     options = parser.parse_args(argv)
+    if options.results.name == "cpu" or not any((options.results / f"{name}.csv").exists() for name in TABLES):
+        parser.error(f"--results: {options.results} has no results of a GPU")
     for name, table in TABLES.items():
         try:
             lines = table(results(options.results))

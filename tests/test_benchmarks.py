@@ -204,7 +204,9 @@ def test_the_profile_is_of_the_cells_asked_for(tmp_path, monkeypatch):
     cells = ["--dtypes", "bf16", "--head-dims", "64", "--lengths", "512", "1024", "--out", str(tmp_path / "a.csv")]
     attention.main(["--profile", *cells])
     every = [("bf16", 64, causal, length) for causal in (True, False) for length in (512, 1024)]
-    assert asked == [("sm_90", every, tmp_path / "a_profile.csv")]
+    assert asked == [("sm_90", every, tmp_path / "a.csv")]
+    attention.main(["--profile", "sm_80", *cells[:-2]])  # not where the results of another GPU are
+    assert asked[1] == ("sm_80", every, provenance.RESULTS / "sm_80" / "attention_profile.csv")
 
 
 @needs_triton

@@ -205,8 +205,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         (out, lse) in the shapes and out-dtype of the parts; lse float32 (float64 if the parts' are).
         A part whose row saw nothing (lse -inf) is the identity, whatever its out holds.
 
-    Numerics: associative and commutative up to rounding; computed in float32, or float64 where the parts are.
-    Differentiable.
+    Numerics: associative and commutative up to rounding; computed in float32, in float64 where the parts are. With an
+        lse of float32, which `attention` returns for float64 too, the weights are as good as that. Differentiable.
 
     Raises:
         ValueError, TypeError: naming the part.

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.scalars import SYMBOLS, is_finite, is_int, is_number, negative, plain, unless_known
-from flashattn_lite.watchers import transformed, unbatched
+from flashattn_lite.watchers import distributed, transformed, unbatched
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,6 +31,9 @@ def check_float_tensor(name: str, x: object) -> None:
 
 
 def check_strided(name: str, x: Tensor, remedy: str = "Call .to_dense().") -> None:
+    if distributed(x):
+        remedy = "Call with .to_local() where whole heads or sequences are local, and wrap what comes with from_local."
+        raise not_implemented(name, "distributed tensors (DTensor) are not implemented", x, remedy)
     if x.is_nested:
         remedy = "Pad it with torch.nested.to_padded_tensor, or pack its sequences for attention_varlen."
     if x.is_nested or x.layout != torch.strided:
@@ -52,7 +55,8 @@ def check_no_tangent(**tensors: object) -> None:
         return
     for name, x in tensors.items():
         if isinstance(x, Tensor) and forward_ad.unpack_dual(unbatched(x)).tangent is not None:
-            remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or torch's own function here."
+            remedy = "Use reverse mode where there is one (backward(), torch.func.grad), or plain torch "
+            remedy += "(flashattn_lite.reference's attention_reference, torch.softmax)."
             raise not_implemented(name, "forward-mode derivatives are not implemented", x, remedy)
 
 
@@ -181,7 +185,7 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise type_error(name, "must be a torch.Tensor or None", mask, "Convert it with torch.as_tensor.")
+        raise type_error(name, "must be a torch.Tensor or None", mask, as_mask(mask))
     if is_causal_bias(mask):
         remedy = "Pass causal=True, with q_start=0 for the upper left."
         raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
@@ -197,6 +201,13 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         elif mask.shape == (full[0], *full[2:]):
             remedy = f"For one mask per sequence pass {name}[:, None]."
         raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
+
+
+def as_mask(mask: object) -> str:
+    """What to do about a mask that is no tensor."""
+    if type(mask).__name__ == "BlockMask":  # FlexAttention's: which blocks to visit, and a function
+        return "Make a bool tensor of its mask_mod with torch.nn.attention.flex_attention.create_mask."
+    return "Convert it with torch.as_tensor."
 
 
 def is_causal_bias(mask: object) -> bool:

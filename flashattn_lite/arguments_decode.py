@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashattn_lite.arguments import check_dense, check_int32, check_kv_lens, check_qkv, readable
 from flashattn_lite.errors import value_error
+from flashattn_lite.scalars import unless_known
 
 NAMES = ("q", "k_cache", "v_cache")
 MAX_ROWS = 16  # query tokens
@@ -53,7 +54,7 @@ def _check_table(table: Any, q: Tensor, k_cache: Tensor) -> None:
     if table.dim() != 2 or table.shape[0] != q.shape[0]:
         relation = f"must have shape (batch, max_pages) = ({q.shape[0]}, any)"
         raise value_error("block_table", relation, table, "Pass one row of page numbers for each sequence.")
-    if k_cache.shape[0] == 0 and table.shape[1] != 0:
+    if not unless_known(k_cache.shape[0] != 0) and unless_known(table.shape[1] != 0):
         raise value_error("k_cache", "must have at least one page for a block_table to name", k_cache, "Add a page.")
 
 

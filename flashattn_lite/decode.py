@@ -79,14 +79,31 @@ def _run(ready: Ready, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(*_: Any) -> Any:
+def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
         "attention_decode: has no gradient; got a backward pass through it. Call attention(q, k, v, kv_lens=...), "
         "which has one, or decode under torch.no_grad()."
     )
 
 
-operators.derive(attention_decode_op, lambda *_: None, _backward, _backward)
+# An op that raises when it runs: compilers trace a backward pass ahead, whether or not one will come.
+_no_gradient_op = operators.define(
+    "attention_decode_backward",
+    "(Tensor d_out, SymInt[] size) -> Tensor",
+    _refuse,
+    lambda d_out, size: d_out.new_empty(size),
+)
+
+
+def _save(ctx: Any, args: tuple[Any, ...], _: Any) -> None:
+    ctx.sizes = [x.shape if isinstance(x, Tensor) else () for x in args]
+
+
+def _backward(ctx: Any, needs: tuple[bool, ...], d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(_no_gradient_op(d_out, size) if need else None for size, need in zip(ctx.sizes, needs, strict=True))
+
+
+operators.derive(attention_decode_op, _save, _backward, _refuse)
 operators.one_by_one(attention_decode_op)
 
 

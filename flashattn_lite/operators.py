@@ -70,6 +70,14 @@ def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_t
     _library.impl(op._schema.name.removeprefix(f"{NAMESPACE}::"), dispatched, "Autograd")
 
 
+def reshaped(result: Tensor, shape: tuple[Any, ...]) -> Tensor:
+    """What an op returned in another shape, as a view only where autograd has to see who writes to it.
+
+    Elsewhere it is as fresh as the result was: a view that is made under no_grad can't be written to in place later.
+    """
+    return result.reshape(shape) if result.requires_grad else torch.ops.aten._unsafe_view(result, shape)
+
+
 def one_by_one(op: Any) -> None:
     """Gives an op its rule under torch.vmap: a call for each, their results stacked."""
 

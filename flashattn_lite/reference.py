@@ -19,6 +19,7 @@ from flashattn_lite.arguments import (
     check_sinks,
 )
 from flashattn_lite.arguments_varlen import check_varlen
+from flashattn_lite.watchers import mapped
 
 # ---- softmax of one row, four times -------------------------------------------------------------------------------
 
@@ -126,7 +127,8 @@ def attention_reference(
         out (B, Hq, L, Dv) in q's dtype; lse (B, Hq, L) in the arithmetic's dtype, at least float32.
         A row that sees no key has out 0 and lse -inf (the sink, if there is one).
         A key that a row does not see contributes nothing, even if it holds NaN. Seen keys follow IEEE rules,
-        and a score of -inf weighs nothing. Where keys that are seen hold NaN, memory grows by a factor of D.
+        and a score of -inf weighs nothing. Where keys that are seen hold NaN, memory grows by a factor of D,
+        and under torch.vmap, where nobody can ask whether they do.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `flashattn_lite.attention`.
@@ -271,11 +273,12 @@ def weigh(p: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     v = torch.where(seen.any(-2).unsqueeze(-1), v, 0.0)
     finite = torch.isfinite(v)
     out = p @ torch.where(finite, v, 0.0)
-    if bool(finite.all()):
+    if _finite(v):
         return out
     spoiled = torch.where(finite, 0.0, v).unsqueeze(-3)  # NaN and inf, for the rows that see them alone
     return out + (p.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), spoiled, 0.0)).sum(-2)
 
 
 def _finite(*tensors: Tensor) -> bool:
-    return all(bool(torch.isfinite(x).all()) for x in tensors)
+    """Whether all numbers are known to be finite; not those that torch.vmap maps over, nor those of meta tensors."""
+    return all(not (x.is_meta or mapped(x)) and bool(torch.isfinite(x).all()) for x in tensors)

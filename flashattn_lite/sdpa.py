@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flashattn_lite import api, arguments, calls, ops, watchers
+from flashattn_lite import api, arguments, batch_dims, calls, operators, ops, watchers
 from flashattn_lite.arguments import is_causal_bias
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
@@ -72,14 +70,14 @@ def scaled_dot_product_attention(
     if done is not None:
         return done
     out = _attend(*_checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    return out.reshape(out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
+    return operators.reshaped(out, out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
 
 
 def backend_of(*args: Any) -> str:
     """The backend that runs a call with these arguments, all of `scaled_dot_product_attention`'s in its order."""
     q, k, v, mask, diagonal, scale = _checked(*args)
-    while (inputs := _viewed(q, k, v, mask)) is None:
-        q, k, v, mask = _entry(q, k, v, mask, 0)
+    while (inputs := batch_dims.viewed(q, k, v, mask)) is None:
+        q, k, v, mask = batch_dims.entry(q, k, v, mask, 0)
     causal, q_start = diagonal
     explained = api.explain(*inputs[:3], causal=causal, q_start=q_start, scale=scale, mask=inputs.mask)
     return explained.backend
@@ -178,11 +176,14 @@ def _check_mask(attn_mask: Tensor | None, given: Tensor | None, query: Tensor, i
         remedy = "Leave is_causal out: it says as much." if is_causal_bias(given) else remedy
         raise value_error("attn_mask", "must be None when is_causal is True", given, remedy)
     if not isinstance(attn_mask, Tensor):
-        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, "Convert it with torch.as_tensor.")
+        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, arguments.as_mask(attn_mask))
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        dtype = show(query.dtype)
-        raise type_error("attn_mask", f"dtype must be bool, float32 or query's ({dtype})", given, "Cast it first.")
+        remedy = "Cast it first."
+        if given is not None and given.dtype != attn_mask.dtype:
+            remedy = f"Autocast made it {show(attn_mask.dtype)}, and left query: pass it in query's dtype."
+        relation = f"dtype must be bool, float32 or query's ({show(query.dtype)})"
+        raise type_error("attn_mask", relation, attn_mask, remedy)
     if attn_mask.device != query.device:
         raise value_error("attn_mask", f"must be on query's device ({query.device})", given, "Move it with .to().")
 
@@ -245,45 +246,8 @@ def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float | None) -> Tensor:
     """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
     lead = q.shape[:-3]
-    inputs = _viewed(q, k, v, mask)
+    inputs = batch_dims.viewed(q, k, v, mask)
     if inputs is None:  # one call for each entry of the first batch dim, never a copy
-        return torch.stack([_attend(*_entry(q, k, v, mask, i), diagonal, scale) for i in range(lead[0])])
+        return torch.stack([_attend(*batch_dims.entry(q, k, v, mask, i), diagonal, scale) for i in range(lead[0])])
     out, _ = ops.call(_arguments(inputs, diagonal, scale))
-    return out.reshape(*lead, *out.shape[1:]) if len(lead) != 1 else out
-
-
-def _viewed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Inputs | None:
-    """These as views with one batch dim; None where they have broadcast batch dims that no stride can express."""
-    lead = q.shape[:-3]
-    flat = [_flatten(x, lead) for x in (q, k, v)]
-    flat_mask = mask if mask is None else _flatten_mask(mask, lead)
-    if any(x is None for x in flat) or (mask is not None and flat_mask is None):
-        return None
-    return Inputs(flat[0], flat[1], flat[2], flat_mask)  # type: ignore[arg-type]
-
-
-def _entry(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, i: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The i-th entry of the first batch dim."""
-    return q[i], k[i], v[i], None if mask is None else mask[i if mask.shape[0] > 1 else 0]
-
-
-def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:
-    """[*lead, H, length, dim] as a view [B, H, length, dim], or None where strides do not allow it."""
-    if len(lead) == 1:
-        return x
-    if len(lead) == 0:
-        return x.unsqueeze(0)
-    # Asked of the strides: a view that fails raises one thing here, another for fake tensors, and ends a compiler.
-    outer = [(size, step) for size, step in zip(lead, x.stride(), strict=False) if size != 1]
-    if x.numel() and any(step != size * inner for (_, step), (size, inner) in pairwise(outer)):
-        return None
-    return x.view(math.prod(lead), *x.shape[-3:])
-
-
-def _flatten_mask(mask: Tensor, lead: torch.Size) -> Tensor | None:
-    """A mask [*lead or 1s, H or 1, L or 1, S or 1] as [B or 1, ...]; None where it broadcasts over a part of lead."""
-    if all(size == 1 for size in mask.shape[: len(lead)]):
-        return mask.reshape(1, *mask.shape[-3:])
-    return _flatten(mask.expand(*lead, *mask.shape[-3:]), lead)
+    return operators.reshaped(out, (*lead, *out.shape[1:])) if len(lead) != 1 else out

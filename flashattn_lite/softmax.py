@@ -49,6 +49,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Raises:
         TypeError: x is not a dense real tensor of these dtypes, or dim is no int.
         ValueError: dim is out of range.
+        NotImplementedError: forward-mode derivatives, distributed tensors.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
 
@@ -61,7 +62,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
         ready(x, y)
         return y
     dim = _checked_dim(x, dim)
-    return _softmax_op(x, dim) if x.dim() else _softmax_op(x.unsqueeze(0), 0).squeeze(0)
+    return _softmax_op(x, dim) if x.dim() else operators.reshaped(_softmax_op(x.unsqueeze(0), 0), ())
 
 
 def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
@@ -87,6 +88,7 @@ def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
     Raises:
         TypeError: x is not a dense real tensor of these dtypes, or dim is no int.
         ValueError: dim is out of range.
+        NotImplementedError: forward-mode derivatives, distributed tensors.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax (arXiv 1805.02867).
 

@@ -5,6 +5,7 @@ By names of torch's that are private, and the same in 2.11 and 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,21 @@ def unbatched(x: Tensor) -> Tensor:
     while torch._C._functorch.is_batchedtensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def mapped(x: Tensor) -> bool:
+    """Whether torch.vmap maps over x, at any level: then no number of it can be asked for."""
+    while transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def distributed(x: Tensor) -> bool:
+    """Whether x is a DTensor, whose class has been imported where there is one."""
+    module = None if torch.compiler.is_compiling() else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def batched(x: Tensor) -> bool:

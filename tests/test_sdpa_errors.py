@@ -64,3 +64,49 @@ def test_under_autocast_tensors_are_shown_as_they_came():
             sdpa(value=torch.randn(5, 257))()
         with pytest.raises(ValueError, match=r"attn_mask: .* shape \(5, 4\), float32"):
             sdpa(attn_mask=torch.randn(5, 4))()
+
+
+def test_a_mask_that_autocast_changed_is_told():
+    x, mask = torch.randn(1, 2, 3, 8).double(), torch.zeros(3, 3)
+    words = r"^attn_mask: dtype must be .* query's \(float64\); got .*, bfloat16, on cpu\. Autocast made it bfloat16"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=words):
+        fa.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    assert fa.scaled_dot_product_attention(x, x, x, attn_mask=mask).isfinite().all()
+
+
+def test_flex_attentions_mask_is_named_with_what_makes_a_tensor_of_it():
+    flex, x = pytest.importorskip("torch.nn.attention.flex_attention"), torch.randn(1, 2, 3, 8)
+    seen = lambda b, h, i, j: i >= j
+    block = flex.create_block_mask(seen, 1, 2, 3, 3, device="cpu")
+    words = r"mask: must be a torch.Tensor or None; got a BlockMask.*flex_attention\.create_mask\.$"
+    for refused in (lambda: fa.scaled_dot_product_attention(x, x, x, block), lambda: fa.attention(x, x, x, mask=block)):
+        with pytest.raises(TypeError, match=words):
+            refused()
+    mask = flex.create_mask(block.mask_mod, 1, 2, 3, 3, device="cpu")
+    torch.testing.assert_close(fa.attention(x, x, x, mask=mask), fa.attention(x, x, x, causal=True))
+
+
+@pytest.fixture
+def distributed():
+    """Some tensor, over a group of this process alone."""
+    dist = pytest.importorskip("torch.distributed")
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield tensor.distribute_tensor(torch.randn(2, 4, 5, 8), tensor.init_device_mesh("cpu", (1,)), [tensor.Shard(1)])
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors_are_refused_by_name(distributed):
+    local = distributed.to_local()
+    words = r": distributed tensors \(DTensor\) are not implemented; .* Call with \.to_local\(\)"
+    for name, refused in {
+        "query": lambda: fa.scaled_dot_product_attention(distributed, distributed, distributed),
+        "key": lambda: fa.scaled_dot_product_attention(local, distributed, local),
+        "q": lambda: fa.attention(distributed, distributed, distributed),
+        "v": lambda: fa.explain(local, local, distributed),
+        "mask": lambda: fa.attention(local, local, local, mask=distributed),
+        "k_cache": lambda: fa.attention_decode(local, distributed, local, torch.tensor([5, 3], dtype=torch.int32)),
+        "x": lambda: fa.online_softmax(distributed),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}{words}"):
+            refused()

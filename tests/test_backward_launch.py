@@ -14,6 +14,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.reference import attention_reference
+from tests.targets import H200
 from tests.test_backward_kernels import dtype_of, gradients, tensors_of, upstream_of
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
@@ -103,3 +104,34 @@ def test_a_sum_that_lse_hides_is_counted_anew(device):
     for ours, want in zip(gradients(fa.attention, tensors, causal=True), wanted, strict=True):
         eps = 16 * torch.finfo(dtype).eps + 1e-4
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
+
+
+@pytest.mark.parametrize("size", [1e4, 3e4, 1e5])
+def test_scores_of_billions_have_weights_of_0_or_1(device, size):
+    """Past 2^31 half of what float32 rounds off a score is 2^128 in a weight."""
+    q, k, v = tensors_of(device, torch.float32, batch=1)
+    tensors = (q * size, k * size, v)
+    wanted = gradients(attention_reference, [x.double() for x in tensors], causal=True)
+    for ours, want in zip(gradients(fa.attention, tensors, causal=True), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+
+
+def test_a_product_that_overflows_out_of_sight_shows_nowhere(device):
+    """dO V^T of a pair that is not seen: 0 times infinity would be NaN. Nor does who sees it show in others."""
+    q, k, v = tensors_of(device, torch.float32, batch=1, lengths=(40, 40))
+    before = gradients(fa.attention, (q, k, v), causal=True)
+    v[:, :, 39] = 3e38  # the last row alone sees it
+    got = gradients(fa.attention, (q, k, v), causal=True)
+    assert torch.equal(got[0][:, :, :39], before[0][:, :, :39])
+
+
+@pytest.mark.parametrize("which", ["k", "v", "d_out"])
+def test_tma_copies_both_that_are_streamed_or_neither(which):
+    whole = lambda: torch.empty(2, 4, 512, 64, dtype=torch.bfloat16, device="meta")
+    odd = lambda: torch.empty(2, 4, 512, 68, dtype=torch.bfloat16, device="meta")[..., :64]
+    q, k, v, d_out = (odd() if name == which else whole() for name in ("q", "k", "v", "d_out"))
+    plain = dict.fromkeys(("q_start", "window_left", "window_right", "scale", "softcap"))
+    problem = describe(Inputs(q, k, v), causal=True, **plain)
+    call = backward_launch.Call(problem, Inputs(q, k, v), d_out, (True, True, True, False, False), H200)
+    for side in call.sides:
+        assert (which not in (("q", "d_out") if side.keys else ("k", "v"))) == side.tile.TMA

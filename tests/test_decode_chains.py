@@ -16,6 +16,7 @@ from flashattn_lite import decode
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.tuning_decode import ONE_TOKEN_SPLITS, DecodeConfig, enough
 from flashattn_lite.problem import Inputs, describe
+from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from tests.exhaustive import also
 from tests.targets import H200
@@ -238,3 +239,12 @@ def test_enough():
     assert not enough(192, 16, 4, 4, H200, full=0.85)
     assert enough(0, 16, 4, 4, H200)  # nothing to launch
     assert all(enough(rows, 1, 4, 4, H200) for rows in range(3 * 528, 12 * 528))
+
+
+@pytest.mark.parametrize(("rows", "left"), [(1, 63), (1, 127), (4, 95)])
+def test_a_window_that_begins_within_a_tile_has_a_program_for_its_last_split(device, rows, left):
+    """It lies in one tile more than its length says."""
+    q, k, v = cache(device, batch=3, heads=2, heads_kv=1, rows=rows, keys=400, dim=16)
+    lens = int32([400, 391, 386], device)
+    out, lse = fa.attention_decode(q, k, v, lens, window=(left, 0), return_lse=True)
+    assert_close_to_oracle(out, lse, Case(q, k, v, causal=True, window=(left, 0), kv_lens=lens))

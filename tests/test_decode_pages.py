@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite import decode
+from flashattn_lite import target as targets
 from flashattn_lite.testing.results import assert_same_bits
 from tests.test_decode import cache, int32, pages_of
 
@@ -49,3 +51,25 @@ def test_what_is_not_finite_comes_out_of_pages_too(value, size, rows, device):
     assert not whole[0][..., 0].isfinite().any() or value == 3e38
     assert whole[0][..., 1:].isfinite().all()
     assert_same_bits(paged, whole, f"pages of {size}", None)
+
+
+@pytest.mark.usefixtures("where_kernels_run")
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_page_outside_of_the_cache_is_the_nearest_inside(device, rows, size):
+    """A GPU's tables are read by no door."""
+    decode_launch = pytest.importorskip("flashattn_lite.kernels.decode_launch", reason="the kernels need Triton")
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, rows, 16, generator=generator).to(device)
+    room = torch.randn(7, 1, size, 16, generator=generator).to(device)
+    pages = room[2:5]  # what lies around them belongs to others
+    lens = int32([2 * size, size + 3], device)
+
+    def run(table):
+        inputs, problem = decode.problem_of(q, pages, pages, lens, table, None, True, None, None, 0.3, None)
+        out, lse = torch.empty_like(q), torch.empty(2, 2, rows, device=device)
+        decode_launch.prepare(problem, inputs, out, lse, targets.of(q.device), table)(inputs, out, lse, table)
+        return out, lse
+
+    got, want = run(int32([[-1, 3], [-2, 4]], device)), run(int32([[0, 2], [0, 2]], device))
+    assert_same_bits(got, want, "pages outside", None)

@@ -82,3 +82,31 @@ def test_what_a_transform_stands_for_is_explained():
     torch.func.grad(ask)(inner), torch.vmap(ask, in_dims=3)(inner.unsqueeze(3).expand(-1, -1, -1, 4, -1))
     torch.vmap(torch.func.grad(ask))(inner.expand(3, 1, 2, 16, 32))
     assert len(seen) == 4 and all(told == seen[0] for told in seen)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_strides_of_each_tensor(which):
+    room = lambda: torch.zeros(2, 7, 4, 16)
+    inputs = [room().transpose(1, 2).contiguous() for _ in range(3)]
+    others = [room().transpose(1, 2) if i == which else x for i, x in enumerate(inputs)]
+    rest = (*(None,) * (calls.NUM_TENSORS - 3), "auto")
+    assert calls._key((*inputs, *rest)) != calls._key((*others, *rest))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_strides_of_results_and_their_gradients(which, monkeypatch):
+    """Of d_out, d_lse, out and lse (which are made contiguous where that is all that the kernels take)."""
+    made = []
+    prepare_gradients = lambda *given: made.append(given) or (lambda *tensors: (None,) * 5)
+    monkeypatch.setattr(calls, "_gradients", {})
+    monkeypatch.setattr(calls.dispatch, "prepare_gradients", prepare_gradients)
+    x = torch.zeros(2, 4, 7, 16)
+    options = (False, *(None,) * (len(calls.OPTION_NAMES) - 1))
+    results = [torch.zeros(2, 4, 7, 16), torch.zeros(2, 4, 7), torch.zeros(2, 4, 7, 16), torch.zeros(2, 4, 7)]
+    run = lambda results: calls.gradients(*results, x, x, x, *(None,) * (calls.NUM_TENSORS - 3), *options, (True,) * 5)
+    run(results)
+    run(results)
+    assert len(made) == 1
+    turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
+    run([turned(x) if i == which else x for i, x in enumerate(results)])
+    assert len(made) == (1 if results[which].dim() == 3 else 2)

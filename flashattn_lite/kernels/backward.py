@@ -47,6 +47,7 @@ from flashattn_lite.problem import Features
 # Of |lse| in log2 units, where float32 rounds it so that P is off by 1e-5, relative, and by 2e-4, which 16 bits hide.
 COARSE: tl.constexpr = tl.constexpr(256.0)
 COARSE_16: tl.constexpr = tl.constexpr(4096.0)
+ALMOST_0: tl.constexpr = tl.constexpr(2.0**-100)  # log2 l of such a row where l is 1: taken off a number, it is nothing
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
     """(m_i, log2 l, which rows) anew where lse, a float32, says m + log2 l less well than P needs it; else as given.
 
     A float mask, or large scores, can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores
-    are rounded as `weights_of` rounds them.
+    are rounded as `weights_of` rounds them, which knows such rows by a log2 l that is not 0.
     """
     limit = COARSE
     if F.mask != "float" and k_src[0].dtype.element_ty.primitive_bitwidth == 16:
@@ -106,13 +107,13 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
             offs_n = start_n + tl.arange(0, T.BLOCK_N)
             s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
                                      T)  # fmt: skip
-            if F.mask == "float":
-                s, scale = s * scale, 1.0
+            s, scale = s * scale, 1.0  # an fma would take a rounded m off: past 2^31 that is 2^128 too much or little
             m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, scale, F)), s, scale)
         if F.sinks:
             m_new, l_new, _, _ = merge(m_new, l_new, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
         m_i = tl.where(coarse, reference(m_new), m_i)
         log_l = tl.where(coarse, tl.log2(l_new), log_l)
+        log_l = tl.where(coarse & (log_l == 0.0), ALMOST_0, log_l)
     return m_i, log_l, coarse
 
 
@@ -213,7 +214,9 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
             p = tl.exp2(s * scale - m_i - log_l)
         elif T.CAREFUL:
             # A power of 2 more than P can be: a score of 1e10, made again, may differ by 1024.
-            p = tl.exp2(tl.minimum(tl.fma(s, scale, -m_i) - log_l, 1.0, propagate_nan=tl.PropagateNan.ALL))
+            # Other rows keep the bits that the usual launch gives them.
+            power = tl.where(log_l != 0.0, s * scale - m_i - log_l, tl.fma(s, scale, -m_i))
+            p = tl.exp2(tl.minimum(power, 1.0, propagate_nan=tl.PropagateNan.ALL))
         else:
             p = tl.exp2(tl.fma(s, scale, -m_i))
         p = tl.where(seen, p, 0.0)

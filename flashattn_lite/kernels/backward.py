@@ -213,9 +213,12 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
             s, scale = add_mask(s, scale, bias, True)
             p = tl.exp2(s * scale - m_i - log_l)
         elif T.CAREFUL:
-            # A power of 2 more than P can be: a score of 1e10, made again, may differ by 1024.
-            # Other rows keep the bits that the usual launch gives them.
-            power = tl.where(log_l != 0.0, s * scale - m_i - log_l, tl.fma(s, scale, -m_i))
+            # Made again in another order a score differs by its rounding, of 1e10 by 1024. In rows counted anew what
+            # is so near to the maximum is the maximum; the rest is kept to a power of 2 more than P can be. Other rows
+            # keep the bits that the usual launch gives them.
+            below = s * scale - m_i
+            below = tl.where(tl.abs(below) <= tl.abs(m_i) * 2.0**-21 - 8.0, 0.0, below)
+            power = tl.where(log_l != 0.0, below - log_l, tl.fma(s, scale, -m_i))
             p = tl.exp2(tl.minimum(power, 1.0, propagate_nan=tl.PropagateNan.ALL))
         else:
             p = tl.exp2(tl.fma(s, scale, -m_i))

@@ -59,8 +59,8 @@ def test_decoding_compiles_where_a_gradient_might_be_wanted(backend):
         out.sum().backward()
 
 
-def test_sizes_that_the_data_decide_compile(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_the_data_decide_compile():
     attend = lambda x, keep: fa.scaled_dot_product_attention(*[x[keep]] * 3, is_causal=True)
     keep = torch.tensor([True, False, True, True])
     for shape in ((4, 2, 5, 8), (4, 3, 2, 5, 8), (4, 2, 3, 2, 5, 8)):

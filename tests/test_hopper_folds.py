@@ -180,3 +180,16 @@ def test_columns_that_overflow_only_as_a_sum(chains, hopper_device):
     apart, folded = in_both_ways(Case(q, k, v), chains)
     assert_same_bits(folded, apart, "parts that one block takes", None)
     assert folded[0].isfinite().all()
+
+
+def test_chains_of_sequences_of_unequal_lengths(hopper_device):
+    """Causal, where row tiles that have nothing to do are passed over at once."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(3, 2, n, 64, generator=generator).to(hopper_device, torch.bfloat16) for n in (16, 1100, 1100)
+    )
+    lens = torch.tensor([40, 1100, 300], dtype=torch.int32, device=hopper_device)
+    case = Case(q, k, v, causal=True, kv_lens=lens)
+    want, got = in_both_ways(case, chains=True)
+    assert_same_bits(got, want, "chains", None)
+    assert_close_to_oracle(*got, case)

@@ -1,6 +1,7 @@
 """python -m demo: trains, swaps the attention, compares logits and continuations, measures memory.
 
-Under three minutes on two cores."""
+Under three minutes on two cores.
+"""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise type_error(name, "must be a torch.Tensor or None", mask, as_mask(mask))
+        raise type_error(name, "must be a torch.Tensor or None", mask, mask_remedy(mask))
     if is_causal_bias(mask):
         remedy = "Pass causal=True, with q_start=0 for the upper left."
         raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
@@ -203,7 +203,7 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
 
 
-def as_mask(mask: object) -> str:
+def mask_remedy(mask: object) -> str:
     """What to do about a mask that is no tensor."""
     if type(mask).__name__ == "BlockMask":  # FlexAttention's: which blocks to visit, and a function
         return "Make a bool tensor of its mask_mod with torch.nn.attention.flex_attention.create_mask."

@@ -176,7 +176,7 @@ def _check_mask(attn_mask: Tensor | None, given: Tensor | None, query: Tensor, i
         remedy = "Leave is_causal out: it says as much." if is_causal_bias(given) else remedy
         raise value_error("attn_mask", "must be None when is_causal is True", given, remedy)
     if not isinstance(attn_mask, Tensor):
-        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, arguments.as_mask(attn_mask))
+        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, arguments.mask_remedy(attn_mask))
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         remedy = "Cast it first."

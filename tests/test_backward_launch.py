@@ -106,14 +106,32 @@ def test_a_sum_that_lse_hides_is_counted_anew(device):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
 
 
-@pytest.mark.parametrize("size", [1e4, 3e4, 1e5])
-def test_scores_of_billions_have_weights_of_0_or_1(device, size):
-    """Past 2^31 half of what float32 rounds off a score is 2^128 in a weight."""
-    q, k, v = tensors_of(device, torch.float32, batch=1)
-    tensors = (q * size, k * size, v)
-    wanted = gradients(attention_reference, [x.double() for x in tensors], causal=True)
-    for ours, want in zip(gradients(fa.attention, tensors, causal=True), wanted, strict=True):
-        torch.testing.assert_close(ours.double(), want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+@pytest.mark.parametrize("size", [3e3, 1e4, 3e4, 1e5])
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_of_millions_have_weights_of_0_or_1(device, masked, dim, size):
+    """Past 2^23 what float32 rounds off a score is a factor of 2 in its weight; past 2^31 2^128."""
+    q, k, v = tensors_of(device, torch.float32, batch=1, dim=dim)
+    tensors, options = (q * size, k * size, v), {"causal": True}
+    if masked:
+        options["mask"] = torch.zeros(q.shape[2], k.shape[2], device=device)
+    wanted = gradients(attention_reference, [x.double() for x in tensors], **options)
+    for ours, want in zip(gradients(fa.attention, tensors, **options), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), want.double(), atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -1e6, -1e7, -3e7, -1e9])
+def test_weights_of_rows_that_a_number_hides_sum_to_1(device, hidden):
+    """Scores of 1 beside such a number keep few digits or none: which, is the same in all launches."""
+    tensors = tensors_of(device, dtype_of(device), batch=1)
+    mask = torch.full((tensors[0].shape[2], tensors[1].shape[2]), hidden, device=device)
+    v = tensors[2].requires_grad_()
+    out = fa.attention(*tensors, mask=mask)
+    d_out, _ = upstream_of(out, out)
+    (d_v,) = torch.autograd.grad(out, v, d_out)
+    want = d_out.double().sum(2).unflatten(1, (v.shape[1], -1)).sum(2)
+    eps = 8 * torch.finfo(d_v.dtype).eps + 1e-4
+    torch.testing.assert_close(d_v.double().sum(2), want, atol=eps, rtol=eps)
 
 
 def test_a_product_that_overflows_out_of_sight_shows_nowhere(device):

@@ -208,18 +208,20 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
                 bias = mask_tile(mask_ptr, offs_m[:, None], offs_n[None, :], len_m, len_n, args, T)
         if F.mask == "bool":
             seen = seen & (bias != 0)
+        if F.mask == "float" or T.CAREFUL:
+            # Made again in another order a product differs by its rounding, of 1e10 by 1024. What is so near to the
+            # maximum, or above it, is the maximum. A mask's numbers are added alike wherever: they widen nothing.
+            near = 0.5 - tl.abs(s) * tl.abs(scale * 2.0**-21)
         if F.mask == "float":
             seen = seen & (bias != float("-inf"))
             s, scale = add_mask(s, scale, bias, True)
-            p = tl.exp2(s * scale - m_i - log_l)
-        elif T.CAREFUL:
-            # Made again in another order a score differs by its rounding, of 1e10 by 1024. In rows counted anew what
-            # is so near to the maximum is the maximum; the rest is kept to a power of 2 more than P can be. Other rows
-            # keep the bits that the usual launch gives them.
+        if F.mask == "float" or T.CAREFUL:
             below = s * scale - m_i
-            below = tl.where(tl.abs(below) <= tl.abs(m_i) * 2.0**-21 - 8.0, 0.0, below)
-            power = tl.where(log_l != 0.0, below - log_l, tl.fma(s, scale, -m_i))
-            p = tl.exp2(tl.minimum(power, 1.0, propagate_nan=tl.PropagateNan.ALL))
+            below = tl.where(below > near, 0.0, below)
+            power = below - log_l
+            if F.mask != "float":  # rows that are not counted anew keep the bits that the usual launch gives them
+                power = tl.where(log_l != 0.0, power, tl.fma(s, scale, -m_i))
+            p = tl.exp2(power)
         else:
             p = tl.exp2(tl.fma(s, scale, -m_i))
         p = tl.where(seen, p, 0.0)

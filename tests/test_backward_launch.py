@@ -120,17 +120,22 @@ def test_scores_of_millions_have_weights_of_0_or_1(device, masked, dim, size):
         torch.testing.assert_close(ours.double(), want.double(), atol=1e-5 * float(want.abs().max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("hidden", [-1e4, -1e6, -1e7, -3e7, -1e9])
-def test_weights_of_rows_that_a_number_hides_sum_to_1(device, hidden):
-    """Scores of 1 beside such a number keep few digits or none: which, is the same in all launches."""
-    tensors = tensors_of(device, dtype_of(device), batch=1)
-    mask = torch.full((tensors[0].shape[2], tensors[1].shape[2]), hidden, device=device)
-    v = tensors[2].requires_grad_()
-    out = fa.attention(*tensors, mask=mask)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "mask"),
+    [(1, -1e4), (1, -1e6), (1, -1e7), (1, -3e7), (1, -1e9), (100, None), (100, 0), (500, None), (500, 0)],
+)
+def test_weights_sum_to_1_whatever_is_left_of_scores(device, size, mask, dtype):
+    """Scores of 1 beside -1e7, or of 1e6, keep few digits or none: the same ones in all launches."""
+    q, k, v = tensors_of(device, dtype, batch=1, dim=64)
+    v.requires_grad_()
+    if mask is not None:
+        mask = torch.full((q.shape[2], k.shape[2]), float(mask), device=device)
+    out = fa.attention(q * size, k * size, v, mask=mask)
     d_out, _ = upstream_of(out, out)
     (d_v,) = torch.autograd.grad(out, v, d_out)
     want = d_out.double().sum(2).unflatten(1, (v.shape[1], -1)).sum(2)
-    eps = 8 * torch.finfo(d_v.dtype).eps + 1e-4
+    eps = 8 * torch.finfo(dtype).eps + 1e-4
     torch.testing.assert_close(d_v.double().sum(2), want, atol=eps, rtol=eps)
 
 

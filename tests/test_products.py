@@ -27,10 +27,10 @@ def split(x_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def multiply(a_ptr, b_ptr, out_ptr, ANY: tl.constexpr, N: tl.constexpr):
+def multiply(a_ptr, b_ptr, out_ptr, ANY: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr = False):
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     a, b = parts(tl.load(a_ptr + tile)), parts(tl.load(b_ptr + tile))
-    tl.store(out_ptr + tile, product_of_any(a, b) if ANY else product(a, b))
+    tl.store(out_ptr + tile, product_of_any(a, b) if ANY else product(a, b, TURNED))
 
 
 def numbers(device: torch.device) -> torch.Tensor:
@@ -70,6 +70,21 @@ def test_products_are_those_of_float32(device, any_number):
     # Six products of 64 terms, each cut off at 2^-23 of a sum of absolute values at worst, and what is left out.
     assert ((out - exact).abs() <= 2.0**-20 * (a.double().abs() @ b.double().abs())).all()
     assert ((out - exact).norm() / exact.norm()).item() < 5e-7
+
+
+@pytest.mark.gpu
+def test_a_turned_product_has_the_bits_of_the_other(device):
+    """The backward makes scores both ways; what they differ in is a factor in weights."""
+    if device.type == "cpu":
+        pytest.skip("Triton compiles for GPU tensors only")
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(N, N, generator=generator).to(device) for _ in range(2))
+    out, turned, other = (torch.empty_like(a) for _ in range(3))
+    multiply[(1,)](a, b, out, False, N)
+    multiply[(1,)](b.mT.contiguous(), a.mT.contiguous(), turned, False, N, TURNED=True)
+    multiply[(1,)](b.mT.contiguous(), a.mT.contiguous(), other, False, N)
+    assert torch.equal(turned.mT, out)
+    assert not torch.equal(other.mT, out)
 
 
 @pytest.mark.gpu

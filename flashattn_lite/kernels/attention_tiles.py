@@ -115,12 +115,15 @@ def transposed(x, T: tl.constexpr):
 
 
 @triton.jit
-def times(a, b, T: tl.constexpr):
-    """a b in float32, of factors. Where an infinity meets a 0 it is NaN, and with parts sooner; see `query_key`."""
+def times(a, b, T: tl.constexpr, TURNED: tl.constexpr = False):
+    """a b in float32, of factors. Where an infinity meets a 0 it is NaN, and with parts sooner; see `query_key`.
+
+    TURNED: with the bits of b^T a^T. In 16 bits both have the same.
+    """
     if T.PRODUCTS != "parts":
         return tl.dot(a, b, input_precision=T.PRODUCTS)
     else:
-        return product(a, b)
+        return product(a, b, TURNED)
 
 
 @triton.jit

@@ -182,11 +182,11 @@ def numbers_of(rows, offs, exists, APART: tl.constexpr):
 
 
 @triton.jit
-def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args, WHOLE: tl.constexpr,
-               F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args, dtype: tl.constexpr,
+               WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(P [M, N], which pairs are seen, d of the capped score by the score) from products s of own and streamed rows.
 
-    m_i, log_l: [M, 1], or [1, N] where queries are streamed.
+    m_i, log_l: [M, 1], or [1, N] where queries are streamed. dtype: of the rows.
     """
     scale, slope = args.scale_log2, 1.0
     if F.scale_first:
@@ -208,22 +208,24 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
                 bias = mask_tile(mask_ptr, offs_m[:, None], offs_n[None, :], len_m, len_n, args, T)
         if F.mask == "bool":
             seen = seen & (bias != 0)
-        if F.mask == "float" or T.CAREFUL:
+        GUARDED: tl.constexpr = dtype == tl.float32 if F.mask == "float" else T.CAREFUL
+        if GUARDED:
             # Made again in another order a product differs by its rounding, of 1e10 by 1024. What is so near to the
             # maximum, or above it, is the maximum. A mask's numbers are added alike wherever: they widen nothing.
             near = 0.5 - tl.abs(s) * tl.abs(scale * 2.0**-21)
         if F.mask == "float":
             seen = seen & (bias != float("-inf"))
             s, scale = add_mask(s, scale, bias, True)
+        power = tl.fma(s, scale, -m_i)
         if F.mask == "float" or T.CAREFUL:
             below = s * scale - m_i
-            below = tl.where(below > near, 0.0, below)
-            power = below - log_l
-            if F.mask != "float":  # rows that are not counted anew keep the bits that the usual launch gives them
-                power = tl.where(log_l != 0.0, power, tl.fma(s, scale, -m_i))
-            p = tl.exp2(power)
-        else:
-            p = tl.exp2(tl.fma(s, scale, -m_i))
+            if GUARDED:
+                below = tl.where(below > near, 0.0, below)
+            if F.mask == "float":
+                power = below - log_l
+            else:  # rows that are not counted anew keep the bits that the usual launch gives them
+                power = tl.where(log_l != 0.0, below - log_l, power)
+        p = tl.exp2(power)
         p = tl.where(seen, p, 0.0)
     return p, seen, slope
 
@@ -253,9 +255,9 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask_ptr, first, 
         if T.KEYS:
             m_i, log_l, delta = m_i[None, :], log_l[None, :], delta[None, :]
         c, d = factor(c, T), factor(d, T)
-        s = times(own[0], transposed(c, T), T)  # [M, N]
+        s = times(own[0], transposed(c, T), T, T.KEYS)  # [M, N], with the bits of Q K^T
         p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args,
-                                    WHOLE, F, T)  # fmt: skip
+                                    dtype, WHOLE, F, T)  # fmt: skip
         if T.CAREFUL:
             good = (bad == 0)[None, :]
             poisoned |= tl.max((seen & (bad != 0)[None, :]).to(tl.int32), 1)

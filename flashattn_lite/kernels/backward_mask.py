@@ -78,7 +78,7 @@ def mask_kernel(q_src, k_src, v_src, d_out_src, d_mask_ptr, m_ptr, log_l_ptr, de
         m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, True)
         s = times(factor(q, T), transposed(factor(k, T), T), T)  # [M, N]
         p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask_of(entry, h, args), len_q,
-                                     len_k, lo, hi, args, False, F, T)  # fmt: skip
+                                     len_k, lo, hi, args, q.dtype, False, F, T)  # fmt: skip
         ds = p * (times(factor(d_out, T), transposed(factor(v, T), T), T) - delta[:, None])
         bad = (not_finite(k) | not_finite(v)) != 0
         ds = tl.where(bad[None, :], float("nan"), ds)

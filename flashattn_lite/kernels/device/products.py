@@ -26,23 +26,28 @@ def parts(x):
 
 
 @triton.jit
-def corrections(a, b):
-    """All of a @ b but the product of the first parts; a and b from `parts`, smallest products first."""
-    sum = tl.dot(a[2], b[0])
+def corrections(a, b, TURNED: tl.constexpr):
+    """All of a @ b but the product of the first parts; a and b from `parts`, smallest products first.
+
+    TURNED: in the order in which those of b^T @ a^T are added, and so with the same bits.
+    """
+    first: tl.constexpr = 0 if TURNED else 2
+    last: tl.constexpr = 2 - first
+    sum = tl.dot(a[first], b[last])
     sum = tl.dot(a[1], b[1], sum)
-    sum = tl.dot(a[0], b[2], sum)
-    sum = tl.dot(a[1], b[0], sum)
-    return tl.dot(a[0], b[1], sum)
+    sum = tl.dot(a[last], b[first], sum)
+    sum = tl.dot(a[first // 2], b[last // 2], sum)
+    return tl.dot(a[last // 2], b[first // 2], sum)
 
 
 @triton.jit
-def product(a, b):
+def product(a, b, TURNED: tl.constexpr = False):
     """a @ b in float32, from `parts`. Where an infinity meets a 0 in them, it is NaN; see `product_of_any`."""
-    return tl.dot(a[0], b[0], corrections(a, b))
+    return tl.dot(a[0], b[0], corrections(a, b, TURNED))
 
 
 @triton.jit
 def product_of_any(a, b):
     """The bits of `product` where that is finite; an infinity in a or b gives what it gives in float32."""
-    rest = corrections(a, b)
+    rest = corrections(a, b, False)
     return tl.dot(a[0], b[0], tl.where(tl.abs(rest) < float("inf"), rest, 0.0))

@@ -282,7 +282,8 @@ def backward_beside(rows: Sequence[Row], title: str) -> list[str]:
     lines = header(title, "ours", *(SHORT.get(name, name) for name in others), "to the best")
     for (dim, causal, length), cell in cells.items():
         name = f"d{dim} {kind(causal)} {length}"
-        lines.append(line(name, *(f"{cell[each]:.0f}" for each in (OURS, *others)), f"{to_best(cell):.2f}"))
+        shown = (f"{cell[each]:.0f}" if each in cell else "-" for each in (OURS, *others))
+        lines.append(line(name, *shown, f"{to_best(cell):.2f}"))
     return lines
 
 

@@ -70,13 +70,13 @@ def test_the_readme_has_the_backward():
     kinds = (read("backward_fp32"), "sdpa-efficient"), (read("backward_bias"), "flex")
     of, of_single, of_bias = ({row["commit"] for row in read(f"backward{kind}")} for kind in ("", "_fp32", "_bias"))
     assert of == set(re.findall(r"of FlashAttention-3's \(commit (\w+)\)\.", README))
-    single, bias = ([c["flashattn_lite"] / c[best] for c in cells_of(rows).values()] for rows, best in kinds)
-    assert {row["head_dim"] for row in read("backward_fp32")} == {"64"}
-    text = README
-    assert f"a bias that wants a gradient: {between(bias)} of FlexAttention's, the fastest there (commit" in text
-    assert of_bias == set(re.findall(r"of FlexAttention's, the fastest there \(commit (\w+)\)\.", text))
-    assert f"In float32, head dim 64: {between(single)} of torch's\n  (commit" in text
-    assert of_single == set(re.findall(r"of torch's\n  \(commit (\w+)\)\.", text))
+    single, bias = (
+        {dim: between([c["flashattn_lite"] / c[best] for key, c in cells_of(rows).items() if dim in ("", key[0])])
+         for dim in dims} for (rows, best), dims in zip(kinds, (("64", "128", "256"), ("",)), strict=True)
+    )  # fmt: skip
+    assert f"a bias that wants a gradient: {bias['']} of FlexAttention's, the fastest there." in README
+    told = f"In float32, of torch's: head dim 64 {single['64']}, 128 {single['128']},\n  256 {single['256']}"
+    assert of_single == of_bias == set(re.findall(rf"{re.escape(told)} \(commit (\w+)\)\.", README))
 
 
 def test_the_readme_has_masks():

@@ -130,7 +130,8 @@ def check_options(
     """The plain-number options."""
     check_flag("causal", causal)
     if q_start is not None and not is_int(q_start):
-        raise type_error("q_start", "must be an int or None", q_start, "To give each sequence its own pass kv_lens.")
+        remedy = "Pass an int. To give each sequence its own pass kv_lens."
+        raise type_error("q_start", "must be an int or None", q_start, remedy)
     check_window(window)
     for name, x, default in (("scale", scale, "the default"), ("softcap", softcap, "no soft cap")):
         if x is None:
@@ -163,7 +164,8 @@ def number_instead(name: str, x: Tensor) -> str:
 
 def check_flag(name: str, flag: object) -> None:
     if not isinstance(flag, bool):
-        raise type_error(name, "must be True or False", flag, f"Pass bool({name}).")
+        remedy = "Pass one of them." if flag is None or isinstance(flag, str) else f"Pass bool({name})."
+        raise type_error(name, "must be True or False", flag, remedy)
 
 
 def check_window(window: object) -> None:
@@ -175,7 +177,7 @@ def check_window(window: object) -> None:
         if x is None:
             continue
         if not is_int(x):
-            raise type_error("window", f"{side} must be an int or None", window, "Pass None for no bound.")
+            raise type_error("window", f"{side} must be an int or None", window, "Pass an int, or None for no bound.")
         if negative(x):
             raise value_error("window", f"{side} must be at least 0", window, "Pass None (not -1) for no bound.")
 
@@ -191,7 +193,8 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
     check_strided(name, mask)
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
-        raise type_error(name, "dtype must be bool (True = visible) or a float that is added", mask, "Cast it first.")
+        rule = "dtype must be bool (True = visible) or a float that is added"
+        raise type_error(name, rule, mask, mask_remedy(mask))
     _check_device(name, mask, q)
     full = (q.shape[0], q.shape[1], q.shape[2], len_k)
     if not broadcasts_to(mask.shape, full):
@@ -204,10 +207,13 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
 
 
 def mask_remedy(mask: object) -> str:
-    """What to do about a mask that is no tensor."""
+    """What to do about a mask that is no tensor, or of a dtype that no mask has."""
     if type(mask).__name__ == "BlockMask":  # FlexAttention's: which blocks to visit, and a function
         return "Make a bool tensor of its mask_mod with torch.nn.attention.flex_attention.create_mask."
-    return "Convert it with torch.as_tensor."
+    if not isinstance(mask, Tensor):
+        return "Convert it with torch.as_tensor."
+    integers = not (mask.is_floating_point() or mask.is_complex())
+    return "Pass .bool() if 1 means visible; as floats they would be added." if integers else "Cast it first."
 
 
 def is_causal_bias(mask: object) -> bool:

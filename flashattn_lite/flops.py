@@ -32,8 +32,10 @@ def pairs(inputs: Inputs, capacity: int | None = None) -> int:
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         if not (known(inputs.cu_seqlens_q) and known(inputs.cu_seqlens_k)):
             return int(q.shape[0]) * int(k.shape[0])  # as if one sequence: no fewer
-        rows, keys = inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist()
-        return int(sum(a * b for a, b in zip(rows, keys, strict=True)))
+        rows, keys = inputs.cu_seqlens_q.diff(), inputs.cu_seqlens_k.diff()
+        if inputs.kv_lens is not None and known(inputs.kv_lens):
+            keys = torch.minimum(keys, inputs.kv_lens.to(keys).clamp_min(0))
+        return int((rows.long() * keys.long()).sum())
     most = int(k.shape[2] if capacity is None else capacity)
     if inputs.kv_lens is not None and known(inputs.kv_lens):
         return int(q.shape[2]) * int(inputs.kv_lens.clamp(0, most).sum())

@@ -179,7 +179,7 @@ def _check_mask(attn_mask: Tensor | None, given: Tensor | None, query: Tensor, i
         raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, arguments.mask_remedy(attn_mask))
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        remedy = "Cast it first."
+        remedy = arguments.mask_remedy(attn_mask)
         if given is not None and given.dtype != attn_mask.dtype:
             remedy = f"Autocast made it {show(attn_mask.dtype)}, and left query: pass it in query's dtype."
         relation = f"dtype must be bool, float32 or query's ({show(query.dtype)})"

@@ -46,7 +46,7 @@ REFUSED = {
                            "ndarray of shape (2,), int64. Pass (256, 0), say."),
     "return_lse": (call(return_lse=torch.ones(2)), TypeError, "return_lse: must be True or False; got a tensor of shape"),
     "softcap": (call(softcap=-1.0), ValueError, "softcap: must be greater than 0; got -1.0."),
-    "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass bool(causal)."),
+    "causal": (call(causal=None), TypeError, "causal: must be True or False; got None. Pass one of them."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),
     "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'hopper', 'triton', 'tiled'; got 'split'."),
     "pages": (paged(v_cache=PAGES_V[:4]), ValueError, "v_cache: must have as many pages as k_cache (5); got a tensor of "

@@ -73,3 +73,24 @@ def test_a_page_outside_of_the_cache_is_the_nearest_inside(device, rows, size):
 
     got, want = run(int32([[-1, 3], [-2, 4]], device)), run(int32([[0, 2], [0, 2]], device))
     assert_same_bits(got, want, "pages outside", None)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_page_that_is_full_needs_no_other(device, page):
+    """Entries past lengths of whole pages may hold anything."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=generator).to(device) for n in (1, 2 * page, 2 * page))
+    lens = torch.tensor([page, 2 * page], dtype=torch.int32, device=device)
+    pages = [x.unflatten(2, (2, page)).transpose(1, 2).flatten(0, 1) for x in (k, v)]  # sequence 0 has 0 and 1
+    table = torch.tensor([[0, -1, -1], [2, 3, 10**6]], dtype=torch.int32, device=device)
+    got = fa.attention_decode(q, *pages, lens, block_table=table)
+    torch.testing.assert_close(got, fa.attention_decode(q, k, v, lens))
+
+
+def test_a_page_may_be_longer_than_most_caches(device):
+    q, k, v = (torch.randn(1, 2, n, 16, device=device) for n in (1, 8192, 8192))
+    lens = torch.tensor([5], dtype=torch.int32, device=device)
+    table = torch.tensor([[1]], dtype=torch.int32, device=device)
+    pages = [x.flip(2).unflatten(2, (2, 4096))[0].transpose(0, 1) for x in (k, v)]
+    alone = fa.attention_decode(q, *(x[1:] for x in pages), lens)
+    torch.testing.assert_close(fa.attention_decode(q, *pages, lens, block_table=table), alone)

@@ -68,7 +68,10 @@ REFUSED = {
                               "bool, on cpu. For one row of keys per sequence pass mask[:, None, None, :]."),
     "mask of a sequence": (call(mask=torch.ones(2, 5, 7)), ValueError, "For one mask per sequence pass mask[:, None]."),
     "mask dtype": (call(mask=torch.ones(5, 7).int()), TypeError, "mask: dtype must be bool (True = visible) or a float "
-                   "that is added; got a tensor of shape (5, 7), int32, on cpu. Cast it first."),
+                   "that is added; got a tensor of shape (5, 7), int32, on cpu. Pass .bool() if 1 means visible; as floats they "
+                   "would be added."),
+    "mask of another float": (call(mask=torch.ones(5, 7).to(torch.float8_e5m2)), TypeError, "mask: dtype must be bool "
+                   "(True = visible) or a float that is added; got a tensor of shape (5, 7), float8_e5m2, on cpu. Cast it first."),
     "mask kind": (call(mask=True), TypeError, "mask: must be a torch.Tensor or None; got True."),
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape "
               "(2,), float32, on cpu. Pass one for each query head."),
@@ -107,7 +110,7 @@ REFUSED = {
                     "(not -1) for no bound."),
     "window kind": (call(window=(1.0, 0)), TypeError, "window: left must be an int or None; got (1.0, 0)."),
     "backend": (call(backend="cuda"), ValueError, "backend: must be one of 'auto', 'split', 'hopper', 'triton', 'tiled'; got 'cuda'."),
-    "return_lse": (call(return_lse="no"), TypeError, "return_lse: must be True or False; got 'no'. Pass bool(return_lse)."),
+    "return_lse": (call(return_lse="no"), TypeError, "return_lse: must be True or False; got 'no'. Pass one of them."),
     "packed return_lse": (packed(return_lse=1), TypeError, "return_lse: must be True or False; got 1."),
     "nested scale": (call(scale=NESTED), TypeError, "scale: must be a float or None; got a nested tensor, float32, on cpu."),
     "backends": (call(backend=["triton"]), ValueError, "got ['triton']. Pass one of these; explain() compares them."),

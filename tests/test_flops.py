@@ -80,6 +80,8 @@ def test_packed_sequences_count_one_by_one(device):
     one = lambda rows, keys: torchs((1, 6, rows, 16), (1, 3, keys, 16), (1, 3, keys, 16))
     call = lambda: fa.attention_varlen(q, k, k, cu_q, cu_k)
     assert counted(call) == one(2, 5) + one(0, 1) + one(7, 6)
+    lens = torch.tensor([3, -2, 40], dtype=torch.int32, device=device)
+    assert counted(lambda: fa.attention_varlen(q, k, k, cu_q, cu_k, kv_lens=lens)) == one(2, 3) + one(7, 6)
 
 
 @pytest.mark.gpu
@@ -137,3 +139,19 @@ def test_a_backward_alone_counts():
     """In a process that has counted nothing before: torch is taught our ops by the first call that somebody watches."""
     done = subprocess.run([sys.executable, "-c", BACKWARD_ALONE], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(torchs_backward(*[(1, 2, 5, 16)] * 3))], done.stderr
+
+
+def test_a_length_below_0_counts_as_none(device):
+    q, k, v = tensors(Q, K, V, device=device)
+    lens = torch.tensor([-5, 13], dtype=torch.int32, device=device)
+    want = torchs((1, *Q[1:]), (1, 3, 13, 16), (1, 3, 13, 24))
+    assert counted(lambda: fa.attention(q, k, v, kv_lens=lens)) == want
+    assert counted(lambda: fa.attention_decode(q, k, v, lens)) == want
+
+
+def test_lengths_past_what_a_table_has_room_for_do_not_count(device):
+    (q,) = tensors((1, 6, 2, 16), device=device)
+    (pages,) = tensors((9, 3, 16, 16), device=device)
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[7, 8]], [100]))
+    want = torchs((1, 6, 2, 16), (1, 3, 32, 16), (1, 3, 32, 16))
+    assert counted(lambda: fa.attention_decode(q, pages, pages, lens, block_table=table)) == want

@@ -89,3 +89,34 @@ def test_merged_parts_share_no_memory(device):
     assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
     merged_lse.zero_(), merged.zero_()
     assert lse.any() and out.any()
+
+
+def float64_parts(packed=False):
+    shape, rows = ((7, 2, 4), (2, 7)) if packed else ((1, 2, 7, 4), (1, 2, 7))
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *size: torch.randn(*size, dtype=torch.float64, generator=generator)
+    return [(make(*shape), make(*rows)) for _ in range(3)]
+
+
+def exact(parts, packed=False):
+    lses = torch.stack([lse.double() for _, lse in parts])
+    weights = torch.softmax(lses, 0)
+    weights = weights.transpose(1, 2) if packed else weights
+    return (weights.unsqueeze(-1) * torch.stack([out for out, _ in parts])).sum(0), lses.logsumexp(0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_float64_are_merged_in_float64(packed):
+    parts = float64_parts(packed)
+    for x, want in zip(fa.merge_attention(parts), exact(parts, packed), strict=True):
+        assert x.dtype == torch.float64
+        torch.testing.assert_close(x, want, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 2])
+def test_one_lse_of_float64_is_enough_wherever_it_comes(narrow):
+    """An lse of float32 beside it costs no digits of the others."""
+    parts = [(out, lse.float() if i == narrow else lse) for i, (out, lse) in enumerate(float64_parts())]
+    for x, want in zip(fa.merge_attention(parts), exact(parts), strict=True):
+        assert x.dtype == torch.float64
+        torch.testing.assert_close(x, want, rtol=1e-14, atol=1e-14)

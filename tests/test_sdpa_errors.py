@@ -39,6 +39,9 @@ REFUSED = {
     "mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
     "mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
                    "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
+    "mask of integers": (sdpa(attn_mask=torch.ones(5, 5).int()), TypeError, "attn_mask: dtype must be bool, float32 or "
+        "query's (float32); got a tensor of shape (5, 5), int32, on cpu. Pass .bool() if 1 means visible; as floats "
+        "they would be added."),
     "mask dtype": (sdpa(attn_mask=torch.ones(5, 5).half()), TypeError, "attn_mask: dtype must be bool, float32 or "
                    "query's (float32); got a tensor of shape (5, 5), float16"),
     "dropout": (sdpa(dropout_p=1.5), ValueError, "dropout_p: must be between 0 and 1; got 1.5."),

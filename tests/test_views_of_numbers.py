@@ -65,3 +65,17 @@ def test_packed(device, interpreting, backend):
         call(apart(cu_q, 0), apart(cu_k, 0), sinks=apart(sinks, 20.0), kv_lens=apart(lens, 0)),
         call(cu_q, cu_k, sinks=sinks, kv_lens=lens),
     )
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "sinks"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_view_that_negates_is_no_known_call(device, name, rows):
+    """Its memory holds other numbers than it: of the same shape, strides and address."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (1, 2, rows, 16), "k": (1, 2, 40, 16), "v": (1, 2, 40, 16), "mask": (rows, 40), "sinks": (2,)}
+    given = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+    call = lambda given: fa.attention(*(given[x] for x in "qkv"), mask=given["mask"], sinks=given["sinks"])
+    for _ in range(2):
+        call(given)
+    got = call(given | {name: torch._neg_view(given[name])})
+    torch.testing.assert_close(got, call(given | {name: -given[name]}))

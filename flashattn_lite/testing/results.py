@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from flashattn_lite.testing.case import Attention, Case, PackedCase, Result
 
 
 def run(attention: Attention, case: Case) -> Result:
-    out, lse = pair(attention(case.q, case.k, case.v, **case.options(), return_lse=True), case)
+    with arguments_stay(case):
+        result = attention(case.q, case.k, case.v, **case.options(), return_lse=True)
+    out, lse = pair(result, case)
     assert_form(out, lse, case)
     return out, lse
 
@@ -20,13 +24,32 @@ def run(attention: Attention, case: Case) -> Result:
 def run_packed(attention_varlen: Attention, case: PackedCase) -> Result:
     """out (total_q, Hq, Dv), lse (Hq, total_q)."""
     lens = (case.cu_seqlens_q, case.cu_seqlens_k)
-    out, lse = pair(attention_varlen(case.q, case.k, case.v, *lens, **case.options(), return_lse=True), case)
+    with arguments_stay(case):
+        result = attention_varlen(case.q, case.k, case.v, *lens, **case.options(), return_lse=True)
+    out, lse = pair(result, case)
     total, heads, dim = case.q.shape[0], case.q.shape[1], case.v.shape[2]
     assert tuple(out.shape) == (total, heads, dim), f"out must have shape {(total, heads, dim)}; got {tuple(out.shape)}"
     if lse is not None:
         shape = tuple(lse.shape)
         assert shape == (heads, total), f"lse must have shape {(heads, total)}; got {shape} in {case}"
     return out, lse
+
+
+@contextlib.contextmanager
+def arguments_stay(case: Case | PackedCase) -> Iterator[None]:
+    """Fails if a tensor of the case is written to, or memory that it is a view of, kv_lens' unseen keys included."""
+    given = {name: x for name, x in vars(case).items() if isinstance(x, Tensor)}
+    before = {name: _memory(x).clone() for name, x in given.items()}
+    yield
+    for name, x in given.items():
+        wrong = _memory(x) != before[name]
+        written = f"{int(wrong.sum())} of {wrong.numel()} bytes"
+        assert not bool(wrong.any()), f"{name} was written to ({written}): what it is given is not its own\nin {case}"
+
+
+def _memory(x: Tensor) -> Tensor:
+    """All bytes that x is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def pair(result: object, case: object) -> Result:

@@ -164,3 +164,19 @@ def test_a_mask_of_few_numbers_has_its_gradient_from_torch_if_it_wants_one(inter
     why = fa.explain(q, q, q, mask=mask.requires_grad_()).gradients
     assert why
     assert not interpreting or "one number for all keys" in why[0]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "auto"])
+@pytest.mark.parametrize("scale", [-1.0, -0.1])
+def test_a_scale_below_0_has_its_soft_cap(scale, backend):
+    q, k, v = (torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (5, 7, 8))
+    capped = 0.5 * torch.tanh(q.double() @ k.double().mT * scale / 0.5)
+    out = fa.attention(q, k, v[:, :, :7], scale=scale, softcap=0.5, backend=backend)
+    torch.testing.assert_close(out.double(), capped.softmax(-1) @ v[:, :, :7].double(), rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_leaves_float64_as_torch_does():
+    q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fa.scaled_dot_product_attention(q, q, q).dtype == F.scaled_dot_product_attention(q, q, q).dtype
+        torch.testing.assert_close(fa.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))

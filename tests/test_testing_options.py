@@ -1,0 +1,59 @@
+"""What the testing kit is told, it does: seeds, shrinking and sizes, and the problems that laws are there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference
+from flashattn_lite.testing import check, check_decode
+from flashattn_lite.testing.decoding import DECODE_LAWS
+from flashattn_lite.testing.laws import matches_oracle
+
+
+def seen(**options):
+    """The problems that a law is asked, by their arguments."""
+    calls = []
+
+    def watched(q, k, v, **given):
+        calls.append((q.shape, k.shape, v.shape, q.flatten()[:3].tolist(), given.get("q_start")))
+        return attention_reference(q, k, v, **given)
+
+    check(watched, laws=[matches_oracle], **{"n": 60} | options)
+    return calls
+
+
+def test_a_seed_draws_its_own_problems():
+    assert seen(n=20, seed=1) == seen(n=20, seed=1) != seen(n=20, seed=2)
+
+
+def test_queries_start_ahead_of_the_first_key_too():
+    starts = [start for *_, start in seen(features={"lse", "q_start"}) if start is not None]
+    assert min(starts) < 0 < max(starts)
+
+
+def test_without_shrinking_the_first_failure_is_the_last_call():
+    calls = []
+
+    def wrong(q, k, v, **options):
+        calls.append(q.shape)
+        out, lse = attention_reference(q, k, v, **options)
+        return out + (k.shape[2] > 3), lse
+
+    counts = []
+    for shrink in (True, False):
+        calls.clear()
+        with pytest.raises(AssertionError):
+            check(wrong, n=20, laws=[matches_oracle], shrink=shrink)
+        counts.append(len(calls))
+    assert counts[0] > 2 * counts[1]
+
+
+def test_decoding_is_asked_problems_of_the_sizes_given():
+    def watched(q, k, v, kv_lens, **options):
+        assert q.shape[0] <= 2 and k.shape[1] <= 3 and q.dtype == torch.float64
+        return fa.attention_decode(q, k, v, kv_lens, **options)
+
+    law = next(law for law in DECODE_LAWS if "oracle" in law.__name__)
+    check_decode(watched, n=40, laws=[law], max_batch=2, max_heads=3, dtypes=[torch.float64])

@@ -63,7 +63,7 @@ def check(
         attention: called as `attention(q, k, v, **options, return_lse=True)`, with options of
             `flashattn_lite.attention`, and only those that differ from their defaults. q (B, Hq, L, D),
             k (B, Hkv, S, D), v (B, Hkv, S, Dv); returns (out, lse). Without "lse" in features it is called without
-            return_lse and returns out.
+            return_lse and returns out. It may not write to what it is given, nor to memory that this is a view of.
         n: problems per law.
         laws: default ALL_LAWS; those that need a feature which is not given are left out.
         features: what attention knows, of `strategies.FEATURES`: "gqa", "causal", "q_start", "window", "scale",

@@ -7,7 +7,6 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.integrations import transformers as ours
-from flashattn_lite.integrations.transformers import attention_forward
 
 
 def module(causal=True):
@@ -19,7 +18,7 @@ def module(causal=True):
 def test_packed_sequences_have_the_window_that_a_mask_would_have():
     """A sliding window of n are a query's own key and n - 1 before it."""
     x, cu = torch.randn(1, 2, 9, 16), torch.tensor([0, 4, 9])
-    out, _ = attention_forward(module(), x, x, x, None, sliding_window=2, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    out, _ = ours.attention_forward(module(), x, x, x, None, sliding_window=2, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     for a, b in ((0, 4), (4, 9)):
         part = x[:, :, a:b]
         want = fa.attention(part, part, part, causal=True, window=(1, None))
@@ -28,7 +27,7 @@ def test_packed_sequences_have_the_window_that_a_mask_would_have():
 
 def test_one_query_over_a_longer_cache_sees_all_of_it():
     q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 9, 16)
-    out, _ = attention_forward(module(), q, k, k, None)
+    out, _ = ours.attention_forward(module(), q, k, k, None)
     torch.testing.assert_close(out, fa.attention(q, k, k).transpose(1, 2))
 
 
@@ -36,7 +35,7 @@ def test_one_query_over_a_longer_cache_sees_all_of_it():
 def test_a_mask_may_be_longer_than_the_keys(dtype):
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16)
     mask = torch.rand(1, 1, 3, 20) > 0.5 if dtype == torch.bool else torch.randn(1, 1, 3, 20)
-    out, _ = attention_forward(module(), q, k, k, mask)
+    out, _ = ours.attention_forward(module(), q, k, k, mask)
     torch.testing.assert_close(out, fa.attention(q, k, k, mask=mask[..., :9]).transpose(1, 2))
 
 
@@ -44,7 +43,7 @@ def test_packed_queries_over_more_keys_are_kept_apart():
     """As beside a cache: a start of the queries among the keys is not theirs to say."""
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16)
     cu_q, cu_k = torch.tensor([0, 1, 3]), torch.tensor([0, 4, 9])
-    out, _ = attention_forward(module(), q, k, k, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)
+    out, _ = ours.attention_forward(module(), q, k, k, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)
     of_q, of_k = torch.tensor([0, 1, 1]), torch.tensor([0] * 4 + [1] * 5)
     mask = of_q[:, None] == of_k
     want = fa.attention(q, k, k, mask=mask, causal=True, q_start=0)
@@ -58,6 +57,6 @@ def test_what_is_promised_of_queries_and_of_keys_is_handed_on(given, monkeypatch
     watched = lambda *args, **options: seen.update(options) or varlen(*args, **options)
     monkeypatch.setattr(ours, "attention_varlen", watched)
     x, cu = torch.randn(1, 2, 9, 16), torch.tensor([0, 4, 9])
-    attention_forward(module(), x, x, x, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **given)
+    ours.attention_forward(module(), x, x, x, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **given)
     for side in "qk":
         assert seen.get(f"max_seqlen_{side}") == given.get(f"max_length_{side}")

@@ -27,7 +27,7 @@ def split(x_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def multiply(a_ptr, b_ptr, out_ptr, ANY: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr = False):
+def multiply(a_ptr, b_ptr, out_ptr, ANY: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
     tile = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     a, b = parts(tl.load(a_ptr + tile)), parts(tl.load(b_ptr + tile))
     tl.store(out_ptr + tile, product_of_any(a, b) if ANY else product(a, b, TURNED))
@@ -53,18 +53,27 @@ def test_parts_sum_to_the_number(device):
     assert (finite[0].abs() <= x[3:].abs()).all()
 
 
+def pair(device, seed):
+    """Two factors, for a GPU alone: the interpreter multiplies bits of bfloat16."""
+    if device.type == "cpu":
+        pytest.skip("Triton compiles for GPU tensors only")
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(N, N, generator=generator).to(device) for _ in range(2)]
+
+
+def multiplied(a, b, *, any_number=False, turned=False):
+    out = torch.empty_like(a)
+    multiply[(1,)](a.contiguous(), b.contiguous(), out, any_number, N, turned)
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("any_number", [False, True])
 def test_products_are_those_of_float32(device, any_number):
-    """On a GPU alone: the interpreter multiplies bits of bfloat16."""
-    if device.type == "cpu":
-        pytest.skip("Triton compiles for GPU tensors only")
-    generator = torch.Generator().manual_seed(1)
-    a, b = (torch.randn(N, N, generator=generator).to(device) for _ in range(2))
+    a, b = pair(device, 1)
     b[:, :2] = 0
     b[3, 0], b[5, 1] = 1, 1.25
-    out = torch.empty_like(a)
-    multiply[(1,)](a, b, out, any_number, N)
+    out = multiplied(a, b, any_number=any_number)
     exact = a.double() @ b.double()
     assert torch.equal(out[:, 0], a[:, 3])  # a factor of 1
     # Six products of 64 terms, each cut off at 2^-23 of a sum of absolute values at worst, and what is left out.
@@ -75,28 +84,18 @@ def test_products_are_those_of_float32(device, any_number):
 @pytest.mark.gpu
 def test_a_turned_product_has_the_bits_of_the_other(device):
     """The backward makes scores both ways; what they differ in is a factor in weights."""
-    if device.type == "cpu":
-        pytest.skip("Triton compiles for GPU tensors only")
-    generator = torch.Generator().manual_seed(3)
-    a, b = (torch.randn(N, N, generator=generator).to(device) for _ in range(2))
-    out, turned, other = (torch.empty_like(a) for _ in range(3))
-    multiply[(1,)](a, b, out, False, N)
-    multiply[(1,)](b.mT.contiguous(), a.mT.contiguous(), turned, False, N, TURNED=True)
-    multiply[(1,)](b.mT.contiguous(), a.mT.contiguous(), other, False, N)
-    assert torch.equal(turned.mT, out)
-    assert not torch.equal(other.mT, out)
+    a, b = pair(device, 3)
+    out = multiplied(a, b)
+    assert torch.equal(multiplied(b.mT, a.mT, turned=True).mT, out)
+    assert not torch.equal(multiplied(b.mT, a.mT).mT, out)
 
 
 @pytest.mark.gpu
 def test_infinities_are_those_of_float32(device):
-    if device.type == "cpu":
-        pytest.skip("Triton compiles for GPU tensors only")
-    generator = torch.Generator().manual_seed(2)
-    a, b = (torch.randn(N, N, generator=generator).to(device) for _ in range(2))
+    a, b = pair(device, 2)
     a[1, 2], a[3, 4], a[5, 6], b[7, 8] = math.inf, -math.inf, math.nan, math.inf
     a[9] = 1.0  # no second and third part: infinity times 0
-    out = torch.empty_like(a)
-    multiply[(1,)](a, b, out, True, N)
+    out = multiplied(a, b, any_number=True)
     expected = (a.double() @ b.double()).float()
     special = ~expected.isfinite()
     assert special.sum() > 250

@@ -1,4 +1,4 @@
-"""Sinks, lengths and tables that are views with gaps: copied, not read as if their numbers lay side by side."""
+"""Views whose numbers are not those that lie side by side at their address: sinks and lengths with gaps, negatives."""
 
 from __future__ import annotations
 

@@ -212,6 +212,7 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
         if GUARDED:
             # Made again in another order a product differs by its rounding, of 1e10 by 1024. What is so near to the
             # maximum, or above it, is the maximum. A mask's numbers are added alike wherever: they widen nothing.
+            # Beside a mask, in the usual launch too, for float32 alone: of 16 bits all orders gave the same bits.
             near = 0.5 - tl.abs(s) * tl.abs(scale * 2.0**-21)
         if F.mask == "float":
             seen = seen & (bias != float("-inf"))

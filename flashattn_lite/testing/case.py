@@ -25,6 +25,15 @@ OPTIONS = ("causal", "q_start", "window", "scale", "softcap", "mask", "sinks", "
 Law = Callable[[Attention, Any], None]  # of a Case or a PackedCase
 
 
+def tensors_of(case: Any) -> dict[str, Tensor]:
+    return {name: x for name, x in vars(case).items() if isinstance(x, Tensor)}
+
+
+def memory_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """All that x is a view of, one after the other, as numbers of a dtype: what lies in gaps and past its end too."""
+    return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage())
+
+
 def contiguous_copies(case: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """These tensors of a case, contiguous and at addresses of their own.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.reference import attention_reference, repeat_heads, weigh
-from flashattn_lite.testing.case import Attention, Case, PackedCase, needs
+from flashattn_lite.testing.case import Attention, Case, PackedCase, memory_of, needs
 from flashattn_lite.testing.oracle import (
     ACCUMULATION,
     ROUNDING,
@@ -47,7 +47,7 @@ def within_range(case: Any) -> Any:
 
 
 def _clamped(x: Tensor, largest: float, hides: bool) -> Tensor:
-    memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    memory = memory_of(x, x.dtype)
     clamped = memory.clamp(-largest, largest)
     if hides:  # what hides a key still does
         clamped = torch.where(memory == -torch.inf, memory, clamped)

@@ -1,4 +1,4 @@
-"""Running an attention on a case, and comparing what comes back: form, values within a bound, bits."""
+"""Running an attention on a case, which has to stay as it is, and comparing what comes back: form, values, bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.errors import show
-from flashattn_lite.testing.case import Attention, Case, PackedCase, Result
+from flashattn_lite.testing.case import Attention, Case, PackedCase, Result, memory_of, tensors_of
 
 
 def run(attention: Attention, case: Case) -> Result:
@@ -37,19 +37,14 @@ def run_packed(attention_varlen: Attention, case: PackedCase) -> Result:
 
 @contextlib.contextmanager
 def arguments_stay(case: Case | PackedCase) -> Iterator[None]:
-    """Fails if a tensor of the case is written to, or memory that it is a view of, kv_lens' unseen keys included."""
-    given = {name: x for name, x in vars(case).items() if isinstance(x, Tensor)}
-    before = {name: _memory(x).clone() for name, x in given.items()}
+    """Fails if a tensor or memory that it is a view of was written to: keys past kv_lens are others' too."""
+    memory = {name: memory_of(x, torch.uint8) for name, x in tensors_of(case).items()}
+    before = {name: x.clone() for name, x in memory.items()}
     yield
-    for name, x in given.items():
-        wrong = _memory(x) != before[name]
+    for name, x in memory.items():
+        wrong = x != before[name]
         written = f"{int(wrong.sum())} of {wrong.numel()} bytes"
         assert not bool(wrong.any()), f"{name} was written to ({written}): what it is given is not its own\nin {case}"
-
-
-def _memory(x: Tensor) -> Tensor:
-    """All bytes that x is a view of."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def pair(result: object, case: object) -> Result:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.testing.case import Case
+from flashattn_lite.testing.case import Case, memory_of, tensors_of
 
 LAYOUTS = (
     "contiguous",
@@ -116,10 +116,8 @@ def move(case: Any, device: torch.device) -> Any:
     """To the device with all strides kept, which `Tensor.to` does not promise for tensors with gaps."""
     if device.type == "cpu":
         return case
-    tensors = {name: x for name, x in vars(case).items() if isinstance(x, Tensor)}
-    return case.replace(**{name: _move(x, device) for name, x in tensors.items()})
+    return case.replace(**{name: _move(x, device) for name, x in tensors_of(case).items()})
 
 
 def _move(x: Tensor, device: torch.device) -> Tensor:
-    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    return memory_of(x, x.dtype).to(device).as_strided(x.shape, x.stride(), x.storage_offset())

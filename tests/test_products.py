@@ -62,8 +62,9 @@ def pair(device, seed):
 
 
 def multiplied(a, b, *, any_number=False, turned=False):
-    out = torch.empty_like(a)
-    multiply[(1,)](a.contiguous(), b.contiguous(), out, any_number, N, turned)
+    a, b = a.contiguous(), b.contiguous()
+    out = torch.empty_like(a)  # in a's strides
+    multiply[(1,)](a, b, out, any_number, N, turned)
     return out
 
 

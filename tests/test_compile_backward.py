@@ -25,18 +25,18 @@ CASES = {
     "bool mask": (128, 128, torch.float16, {"mask": "bool"}),
     "packed": (128, 128, torch.bfloat16, {"window": (64, 64), "varlen": True}),
     "odd": (33, 1, torch.float16, {"scale": -0.5}),
-    "odd, float32": (33, 8, torch.float32, {"mask": "float"}),
+    "float32, odd": (33, 8, torch.float32, {"mask": "float"}),
     "bias": (64, 64, torch.bfloat16, {"mask": "half"}),
     "bias, 256": (256, 256, torch.bfloat16, {"mask": "float"}),
     "float32": (64, 64, torch.float32, {"causal": True}),
     "float32, 128": (128, 128, torch.float32, {"mask": "float"}),
 }  # fmt: skip
 # Bytes of stack a thread in the usual launches, at the speeds of docs/performance.md.
-STACK_LIMIT = {"64": 96, "128": 160, "256": 96, "bias": 120, "float32": 96, "float32, 128": 800}
+STACK_LIMIT = {"64": 96, "128": 160, "256": 96, "bias": 120, "float32": 128, "float32, 128": 800}
 
 
 def kernels(gpu: str, case: str):
-    """(careful, the compiled kernel) of each launch, in their order: rows, then of queries and keys, then of a mask."""
+    """(careful, the compiled kernel) of each launch, in their order: rows, parts, of queries and keys, of a mask."""
     head_dim, head_dim_v, dtype, options = CASES[case]
     kinds = {"varlen": False, "sinks": False, "kv_lens": False, "mask": "", "window": (None, None)}
     given = [options.get(name, default) for name, default in kinds.items()]
@@ -62,7 +62,8 @@ def kernels(gpu: str, case: str):
 def test_it_compiles_and_fits(gpu, case):
     launches = kernels(gpu, case)
     both = max(CASES[case][:2]) <= 128  # dK and dV in one launch
-    assert len(launches) == (5 if both else 7) + (CASES[case][3].get("mask") in ("float", "half"))
+    parts = 4 if CASES[case][2] == torch.float32 else 0  # of q, k, v and dO
+    assert len(launches) == parts + (5 if both else 7) + (CASES[case][3].get("mask") in ("float", "half"))
     assert all(kernel.metadata.shared <= SHARED[gpu] << 10 for _, kernel in launches)
     if gpu == "sm_90":
         assert not [line for careful, kernel in launches for line in mistakes(kernel) if not careful]
@@ -71,7 +72,7 @@ def test_it_compiles_and_fits(gpu, case):
     if gpu == "sm_90" and case in STACK_LIMIT:
         usual = [kernel for careful, kernel in launches if not careful]
         assert max(usage(kernel).stack for kernel in usual) <= STACK_LIMIT[case]
-        assert all("wgmma" in kernel.asm["ptx"] for kernel in usual[1:])
+        assert all("wgmma" in kernel.asm["ptx"] for kernel in usual[1 + parts :])
 
 
 @pytest.mark.parametrize(

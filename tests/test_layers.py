@@ -23,7 +23,7 @@ ROOMS = [
     "reference tiled tiled_backward softmax_tiled kernels.softmax_shape kernels.softmax_exchange "
     "kernels.softmax_window kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
-    "kernels.backward kernels.backward_mask kernels.backward_launch "
+    "kernels.parts kernels.backward kernels.backward_mask kernels.backward_launch "
     "kernels.hopper_shape kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
@@ -79,6 +79,7 @@ NEIGHBOURS = {
     ("kernels.backward_mask", "kernels.backward"),
     ("kernels.backward_launch", "kernels.backward"),
     ("kernels.backward_launch", "kernels.backward_mask"),
+    ("kernels.backward_launch", "kernels.parts"),
     ("kernels.backward_launch", "kernels.attention_launch"),
     ("kernels.attention_hopper_launch", "kernels.uncovered"),
     ("kernels.attention_hopper_launch", "kernels.attention_hopper"),

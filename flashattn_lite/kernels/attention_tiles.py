@@ -64,6 +64,23 @@ def load_tile(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
+def load_part(src, part: tl.constexpr, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One part of a tile; src as load_tile has it, with the descriptor of `parts.Parts`."""
+    return tl.reshape(src[0].load([part, src[1], src[2], src[3] + start, 0]), [BLOCK, BLOCK_D])
+
+
+@triton.jit
+def load_factor(src, start, rows, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+                CHECK_ROWS: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """As load_tile, a factor: of float32 the parts, which the backward has in memory. They are copied by TMA."""
+    if T.PRODUCTS != "parts":
+        return load_tile(src, start, rows, BLOCK, DIM, BLOCK_D, TMA, CHECK_ROWS)
+    else:
+        return (load_part(src, 0, start, BLOCK, BLOCK_D), load_part(src, 1, start, BLOCK, BLOCK_D),
+                load_part(src, 2, start, BLOCK, BLOCK_D))  # fmt: skip
+
+
+@triton.jit
 def mask_tile(mask_ptr, queries, keys, len_q, len_k, args, T: tl.constexpr):
     """A head's mask of queries and keys, one a row and the other a column; of keys alone without MASK_ROWS.
 
@@ -112,6 +129,26 @@ def transposed(x, T: tl.constexpr):
         return tl.trans(x)
     else:
         return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
+
+
+@triton.jit
+def foremost(x, T: tl.constexpr):
+    """Of a factor the tile, or its first part, which is as finite as the number."""
+    if T.PRODUCTS != "parts":
+        return x
+    else:
+        return x[0]
+
+
+@triton.jit
+def without(x, bad, T: tl.constexpr):
+    """A factor with zeros in its bad rows."""
+    good = (bad == 0)[:, None]
+    if T.PRODUCTS != "parts":
+        return tl.where(good, x, 0.0).to(x.dtype)
+    else:
+        return (tl.where(good, x[0], 0.0).to(x[0].dtype), tl.where(good, x[1], 0.0).to(x[1].dtype),
+                tl.where(good, x[2], 0.0).to(x[2].dtype))  # fmt: skip
 
 
 @triton.jit

@@ -29,6 +29,8 @@ import triton.language as tl
 
 from flashattn_lite.kernels.attention_tiles import (
     factor,
+    foremost,
+    load_factor,
     load_tile,
     mask_of,
     mask_tile,
@@ -38,6 +40,7 @@ from flashattn_lite.kernels.attention_tiles import (
     sequence,
     times,
     transposed,
+    without,
 )
 from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
 from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
@@ -68,7 +71,7 @@ class BackwardTile:
     PRODUCTS: str  # this and the next two as the forward's Tile has them
     MASK_ROWS: bool
     MASK_ALIGN: int
-    TMA: bool  # c and d arrive as tensor descriptors
+    TMA: bool  # c and d arrive as tensor descriptors; float32 in parts as those of parts, a and b too
     CAREFUL: bool = False  # the launch that does again what failed
 
     @property
@@ -241,21 +244,19 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask_ptr, first, 
     for i in tl.range(first, last):
         start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
-        c = load_tile(streamed[0], start_n, len_n, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not WHOLE)
-        d = load_tile(streamed[1], start_n, len_n, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not WHOLE)
-        dtype = c.dtype
+        c = load_factor(streamed[0], start_n, len_n, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not WHOLE, T)
+        d = load_factor(streamed[1], start_n, len_n, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not WHOLE, T)
+        dtype: tl.constexpr = tl.float32 if T.PRODUCTS == "parts" else c.dtype
         m_i, log_l, delta = own_rows
         if T.KEYS:
             m_i, log_l, delta = numbers_of(rows, offs_n, offs_n < len_n, F.mask == "float" or T.CAREFUL)
         if T.CAREFUL:
-            bad = not_finite(c) | not_finite(d)
+            bad = not_finite(foremost(c, T)) | not_finite(foremost(d, T))
             if T.KEYS:
                 bad |= (m_i != m_i).to(tl.int32)
-            c = tl.where((bad != 0)[:, None], 0.0, c).to(c.dtype)
-            d = tl.where((bad != 0)[:, None], 0.0, d).to(d.dtype)
+            c, d = without(c, bad, T), without(d, bad, T)
         if T.KEYS:
             m_i, log_l, delta = m_i[None, :], log_l[None, :], delta[None, :]
-        c, d = factor(c, T), factor(d, T)
         s = times(own[0], transposed(c, T), T, T.KEYS)  # [M, N], with the bits of Q K^T
         p, seen, slope = weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args,
                                     dtype, WHOLE, F, T)  # fmt: skip
@@ -317,7 +318,7 @@ def leave(g, poisoned, g_ptr, place, strides, offs_m, len_m, room, DIM: tl.const
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
-def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
+def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
                     b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, num_m, rows_q,
                     rows_k, diag_lo, diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
@@ -341,12 +342,13 @@ def backward_kernel(a_ptr, b_ptr, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     failed_ptrs = failed_ptr + pid.to(tl.int64) * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
     if T.CAREFUL and tl.max(tl.load(failed_ptrs, mask=offs_m < len_m, other=0), 0) == 0:
         return
-    a = load_tile((a_ptr, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)
-    own = (factor(a, T), 0)
+    a = load_factor((a_src, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True,
+                    T)  # fmt: skip
+    own = (a, 0)
     if T.MAKES_A:
-        b = load_tile((b_ptr, batch, h, start_m, b_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
-                      True)  # fmt: skip
-        own = (own[0], factor(b, T))
+        b = load_factor((b_src, batch, h, start_m, b_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                        False, True, T)  # fmt: skip
+        own = (a, b)
     c, d = (c_src, batch, first, start_n, c_strides), (d_src, batch, first, start_n, d_strides)
     rows = (m_ptr, log_l_ptr, delta_ptr)
     place = (entry, query_head, batch.to(tl.int64) * stride_lb + start_q, stride_lh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
+from flashattn_lite.kernels.parts import Parts
 from flashattn_lite.kernels.start import Starter, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
@@ -28,6 +30,7 @@ from flashattn_lite.kernels.tuning import (
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.target import Target
 
+Read = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dO
 Pair = tuple[Tensor, Tensor]
 Run = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
 Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
@@ -106,7 +109,7 @@ class Rows:
 class Side:
     """The launches for the rows that programs own, queries or keys: the usual one, and the one with care.
 
-    makes: which of the gradients of the own pair.
+    makes: which of the gradients of the own pair. parts: of what is read, where that is multiplied in parts.
     """
 
     def __init__(
@@ -114,13 +117,16 @@ class Side:
         problem: AttentionProblem,
         keys: bool,
         makes: tuple[bool, bool],
-        streamed: Pair,
+        read: Read,
+        parts: Sequence[Parts],
         mask: Tensor | None,
         target: Target,
     ) -> None:
         self.keys, self.features = keys, problem.features
         packed = self.features.varlen
-        tma = has_tma(target) and all(map(takes_tma, streamed))
+        own, streamed = self.pairs(read)
+        self.steps = [strides(x, packed) for x in (*own, *streamed)]
+        tma = bool(parts) or (has_tma(target) and all(map(takes_tma, streamed)))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
         self.tile = BackwardTile(
@@ -138,33 +144,54 @@ class Side:
             (Starter(backward_kernel, self.blocks, options_of(config)), replace(self.tile, CAREFUL=careful))
             for careful in (False, True)
         ]
-        self.descriptors = None
-        if tma:
-            shapes = zip(streamed, (self.tile.BLOCK_D, self.tile.BLOCK_DV), strict=True)
-            self.descriptors = Descriptors(*(descriptor(x, [config.block_n, width], packed) for x, width in shapes))
+        widths = (self.tile.BLOCK_D, self.tile.BLOCK_DV)
+        self.plain = 4  # of own and streamed tensors so many are given as they are, the others as descriptors
+        if parts:
+            self.plain = 0
+            blocks = [[rows, width] for rows in (config.block_m, config.block_n) for width in widths]
+            mine, others = self.pairs(parts)
+            self.descriptors = Descriptors(*map(Parts.descriptor, (*mine, *others), blocks))
+        elif tma:
+            self.plain = 2
+            blocks = [[config.block_n, width] for width in widths]
+            self.descriptors = Descriptors(*map(functools.partial(descriptor, packed=packed), streamed, blocks))
+
+    def pairs(self, read: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Of q, k, v, dO the own pair and the streamed one."""
+        q, k, v, d_out = read
+        return ((k, v), (q, d_out)) if self.keys else ((q, d_out), (k, v))
 
     def launches(
-        self, own: Pair, streamed: Pair, grads: Pair, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
+        self, read: Sequence[Tensor], grads: Pair, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
     ) -> Launches:
-        """With their arguments. grads: of own rows; any tensor where it makes none."""
-        lent = self.descriptors.lend(*streamed) if self.descriptors else streamed
+        """With their arguments. read: or the parts of it; grads: of own rows; any tensor where it makes none."""
+        own, streamed = self.pairs(read)
+        given = (*own, *streamed)
+        lent = self.descriptors.lend(*given[self.plain :]) if self.plain < 4 else []
         failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
-        steps = (strides(x, self.features.varlen) for x in (*own, *streamed, *grads))
+        steps = (*self.steps, *(strides(x, self.features.varlen) for x in grads))
         steps = (*steps, *rows.strides, self.num_m, *lengths, self.heads)
         for start, tile in self.starts:
             m = rows.exact if tile.CAREFUL else rows.m
             numbers = (failed, m, rows.log_l, rows.delta, *steps)
-            yield start, (*own, *lent, *grads, *numbers, scores, self.features, tile)
-        if self.descriptors:
+            yield start, (*given[: self.plain], *lent, *grads, *numbers, scores, self.features, tile)
+        if lent:
             self.descriptors.take_back(lent)
 
 
 class MaskSide:
-    """The launch for the gradient of a mask."""
+    """The launch for the gradient of a mask. parts: as `Side` has them."""
 
-    def __init__(self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, mask: Tensor, target: Target) -> None:
-        read = (*inputs[:3], d_out)
-        tma = has_tma(target) and all(map(takes_tma, read))
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        read: Read,
+        parts: Sequence[Parts],
+        mask: Tensor,
+        target: Target,
+    ) -> None:
+        self.steps = [x.stride() for x in read]
+        tma = bool(parts) or (has_tma(target) and all(map(takes_tma, read)))
         config = mask_gradient_tile(problem, target, tma or all(map(vectorised, read)), mask.element_size())
         entries, heads, rows, keys = shape = (*(1,) * (4 - mask.dim()), *mask.shape)
         self.tile = MaskTile(
@@ -185,17 +212,16 @@ class MaskSide:
         if tma:
             of_qk, of_v = self.tile.BLOCK_D, self.tile.BLOCK_DV
             blocks = ([config.block_m, of_qk], [config.block_n, of_qk], [config.block_n, of_v], [config.block_m, of_v])
-            self.descriptors = Descriptors(
-                *(descriptor(x, block, False) for x, block in zip(read, blocks, strict=True))
-            )
+            make = Parts.descriptor if parts else functools.partial(descriptor, packed=False)
+            self.descriptors = Descriptors(*map(make, parts or read, blocks))
 
     def launches(
-        self, inputs: Inputs, d_out: Tensor, d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
+        self, read: Sequence[Tensor], d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
     ) -> Launches:
-        """With its arguments."""
-        read, of_mask = (*inputs[:3], d_out), d_mask.view(self.shape)
+        """With its arguments. read: or the parts of it."""
+        of_mask = d_mask.view(self.shape)
         lent = self.descriptors.lend(*read) if self.descriptors else read
-        steps = (x.stride() for x in (*read, of_mask))
+        steps = (*self.steps, of_mask.stride())
         args = (*lent, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
         args += (self.num_m, self.num_n, *lengths, self.heads, *self.sums, scores)
         yield self.start, (*args, self.tile.SEEN, self.tile)
@@ -217,15 +243,16 @@ class Call:
         self.num_m = triton.cdiv(problem.len_q, BACKWARD_ROWS.block_m)
         blocks = self.num_m * problem.heads_q * problem.batch
         self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
-        self.sides = []
+        read = (*inputs[:3], d_out)
+        self.parts: list[Parts] = []
+        if products(problem, target) == "parts":
+            self.parts = [Parts(x, problem.features.varlen) for x in read]
         asked = [(False, (True, False))] if needs[0] else []
         asked += [(True, makes) for makes in key_launches(problem, needs[1], needs[2])]
-        for keys, makes in asked:
-            streamed = (inputs.q, d_out) if keys else (inputs.k, inputs.v)
-            self.sides.append(Side(problem, keys, makes, streamed, inputs.mask, target))
+        self.sides = [Side(problem, keys, makes, read, self.parts, inputs.mask, target) for keys, makes in asked]
         self.mask_side = None
         if needs[3] and inputs.mask is not None:
-            self.mask_side = MaskSide(problem, inputs, d_out, inputs.mask, target)
+            self.mask_side = MaskSide(problem, read, self.parts, inputs.mask, target)
 
     def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[list[Tensor | None], Rows]:
         """Gradients of q, k, v and mask to be filled, and what the launches say to each other."""
@@ -254,11 +281,14 @@ class Call:
         args = (q, k, out, d_out, lse, d_lse, *of_rows, *steps, *rows.strides)
         yield self.start, (*args, self.num_m, *self.lengths, problem.heads_q, scores, problem.features, self.tile)
         dq, dk, dv = (x if grad is None else grad for x, grad in zip((q, k, v), grads, strict=False))
+        read = [q, k, v, d_out]
+        for i, parts in enumerate(self.parts):
+            whole, read[i] = read[i], parts.empty()
+            yield parts.start, parts.arguments(whole, read[i])
         for side in self.sides:
-            own, streamed, of_own = ((k, v), (q, d_out), (dk, dv)) if side.keys else ((q, d_out), (k, v), (dq, dq))
-            yield from side.launches(own, streamed, of_own, rows, self.lengths, scores)
+            yield from side.launches(read, (dk, dv) if side.keys else (dq, dq), rows, self.lengths, scores)
         if self.mask_side and (d_mask := grads[3]) is not None:
-            yield from self.mask_side.launches(inputs, d_out, d_mask, rows, self.lengths, scores)
+            yield from self.mask_side.launches(read, d_mask, rows, self.lengths, scores)
 
     def wanted(self, inputs: Inputs, grads: list[Tensor | None], rows: Rows) -> Grads:
         """What was asked for, with filled gradients of q, k, v and mask."""

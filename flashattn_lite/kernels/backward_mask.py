@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import factor, load_tile, mask_of, sequence, times, transposed
+from flashattn_lite.kernels.attention_tiles import foremost, load_factor, mask_of, sequence, times, transposed
 from flashattn_lite.kernels.backward import not_finite, numbers_of, weights_of
 from flashattn_lite.problem import Features
 
@@ -34,7 +34,7 @@ class MaskTile:
     PRODUCTS: str  # this and the next two as the forward's Tile has them
     MASK_ROWS: bool
     MASK_ALIGN: int
-    TMA: bool  # q, k, v and dO arrive as tensor descriptors
+    TMA: bool  # q, k, v and dO arrive as tensor descriptors, of float32 in parts as those of parts
     ALL_ROWS: bool  # the mask has one row for all queries
 
     KEYS = False  # as the backward's Tile has it: queries are the rows of its products
@@ -66,21 +66,22 @@ def mask_kernel(q_src, k_src, v_src, d_out_src, d_mask_ptr, m_ptr, log_l_ptr, de
             entry, rows_q, rows_k, diag_lo, diag_hi, args, F
         )
         offs_m = row_lo + tl.arange(0, T.BLOCK_M)
-        q = load_tile((q_src, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T.TMA,
-                      True)  # fmt: skip
-        k = load_tile((k_src, batch, h // T.GROUP, start_k, k_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM,
-                      T.BLOCK_D, T.TMA, True)  # fmt: skip
-        d_out = load_tile((d_out_src, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V,
-                          T.BLOCK_DV, T.TMA, True)  # fmt: skip
-        v = load_tile((v_src, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
-                      T.BLOCK_DV, T.TMA, True)  # fmt: skip
+        q = load_factor((q_src, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T.TMA,
+                        True, T)  # fmt: skip
+        k = load_factor((k_src, batch, h // T.GROUP, start_k, k_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM,
+                        T.BLOCK_D, T.TMA, True, T)  # fmt: skip
+        d_out = load_factor((d_out_src, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V,
+                            T.BLOCK_DV, T.TMA, True, T)  # fmt: skip
+        v = load_factor((v_src, batch, h // T.GROUP, start_k, v_strides), start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V,
+                        T.BLOCK_DV, T.TMA, True, T)  # fmt: skip
+        dtype: tl.constexpr = tl.float32 if T.PRODUCTS == "parts" else q.dtype
         at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
         m_i, log_l, delta = numbers_of((m_ptr + at, log_l_ptr + at, delta_ptr + at), offs_m, offs_m < len_q, True)
-        s = times(factor(q, T), transposed(factor(k, T), T), T)  # [M, N]
+        s = times(q, transposed(k, T), T)  # [M, N]
         p, seen, _slope = weights_of(s, m_i[:, None], log_l[:, None], offs_m, offs_n, mask_of(entry, h, args), len_q,
-                                     len_k, lo, hi, args, q.dtype, False, F, T)  # fmt: skip
-        ds = p * (times(factor(d_out, T), transposed(factor(v, T), T), T) - delta[:, None])
-        bad = (not_finite(k) | not_finite(v)) != 0
+                                     len_k, lo, hi, args, dtype, False, F, T)  # fmt: skip
+        ds = p * (times(d_out, transposed(v, T), T) - delta[:, None])
+        bad = (not_finite(foremost(k, T)) | not_finite(foremost(v, T))) != 0
         ds = tl.where(bad[None, :], float("nan"), ds)
         total += tl.where(seen & (offs_m < len_q)[:, None], ds, 0.0)
 

@@ -161,10 +161,15 @@ BACKWARD_MASKED = (
     (128, TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 3), TileConfig(64, 32, 4, 3)),
     (256, *BACKWARD[2][1:]),
 )
-# float32 in parts, H100, ms, 4 x 32 x 4096 of 64 and 4 x 16 x 4096 of 128: dQ, dK and dV.
-#   64x32 w4 s2 12.9 17.4, 17.6 26.7; 64x32 w4 s1 13.9 17.4, 19.8 29.3; 64x32 w8 s2 28.9 -, s1 34.2 42.6 (128)
-#   128x32 w8 s1 14.4 18.0 (64); 64x16 w4 s1 - 27.1, 29.7 46.7; dK and dV apart 22.9, 29.4
-BACKWARD_FLOAT32 = TileConfig(64, 32, 4, 2)
+# float32, whose parts lie in memory, by padded head dim. H200, ms, 4 x 32 x 4096 of 64 and 4 x 16 x 4096 of 128, full:
+# dQ, dK and dV, each with 0.45 for the parts and what comes first of each row.
+#   64: 128x64 w8 s2 8.8 11.8; 64x32 w4 s2 10.2 13.2; 128x32 w8 s2 11.2 14.1; 64x64 w4 s2 11.5 14.9
+#   128: 64x32 w4 s2 13.5 22.0; 64x64 w4 s1 17.9 25.3; 64x16 w4 s3 17.9 35.6
+# Parts made by each program of what it streams: 64, 64x32 w4 s2 13.2 17.6; 128, 17.7 27.6.
+BACKWARD_FLOAT32 = {64: TileConfig(128, 64, 8, 2), 128: TileConfig(64, 32, 4, 2)}
+# The gradient of a mask, 2 x 32 x 2048 of 64 and 2 x 16 x 2048 of 128, beside other work on the same card:
+#   64: 128x64 w8 s1 3.3; 64x32 w4 s2 and s1 4.1; 64x64 w4 s1 4.4. 128: 64x32 w4 s1 5.5; 64x16 w4 s1 7.9
+MASK_FLOAT32 = {64: TileConfig(128, 64, 8, 1), 128: TileConfig(64, 32, 4, 1)}
 BACKWARD_ROWS = TileConfig(32, 32, 4, 1)  # of what it writes of each query row first; not tuned
 
 
@@ -194,11 +199,11 @@ def backward_tile(
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:  # as for `unaligned_tile`
-        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else OFF_WGMMA_FLOAT32
+        return TileConfig(32, 32, 2, 1)
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.dtype == torch.float32:
-        config = BACKWARD_FLOAT32
+        config = BACKWARD_FLOAT32[max(dim, 64)]
     elif target.hopper:
-        dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
         tiles = next(tiles for limit, *tiles in (BACKWARD_MASKED if mask_bytes else BACKWARD) if dim <= limit)
         config = tiles[0] if not keys else tiles[1] if makes[0] else tiles[2]
         if not mask_bytes:
@@ -226,10 +231,9 @@ def mask_gradient_tile(problem: AttentionProblem, target: Target, piped: bool, m
     if target.interpreting:
         return TileConfig(32, 32, 4, 1)
     if not piped:
-        return TileConfig(32, 32, 2, 1) if problem.dtype != torch.float32 else replace(OFF_WGMMA_FLOAT32, block_n=16)
-    if problem.dtype == torch.float32:  # by what it spills, offline: head dim 128 in tiles of 32 keys 1.2 KB a thread
-        wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > 64
-        return replace(BACKWARD_FLOAT32, block_n=16 if wide else 32, num_stages=1)
+        return TileConfig(32, 32, 2, 1)
+    if problem.dtype == torch.float32:
+        return MASK_FLOAT32[max(padded(problem.head_dim), padded(problem.head_dim_v), 64)]
     config = TileConfig(64, 64, 4, 2)
     row_bytes = _backward_row_bytes(problem, target)
     return _shrunk(config, _backward_limit(target), config.num_stages * row_bytes, row_bytes, mask_bytes)

@@ -66,10 +66,11 @@ def attention(
         A row that sees no key has out 0 and lse -inf (lse = its sink, where there is one).
 
     Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
-    dtype for their product with v, and divided by their sum at the end, so that values of v past the largest float32
-    over S may overflow. A NaN or infinity reaches the rows that see it and no other (where an infinity's weight is too
-    small for a float, it is one backend's infinity and another's NaN). A row's bits do not depend on the batch, on what
-    other rows hold, or on repeats; how many rows and keys there are chooses tiles, and so may show. Differentiable in
+    dtype for their product with v (not by "tiled"), and divided by their sum at the end, so that values of v past
+    the largest float32 over S may overflow. A NaN or infinity reaches the rows that see it and no other (where an
+    infinity's weight is too small for a float, it is one backend's infinity and another's NaN). A row's bits do not
+    depend on the batch, on what other rows hold, or on repeats; how many rows and keys there are chooses tiles, and
+    so may show. Differentiable in
     q, k, v, sinks and a float mask, with memory linear in L and S, by backward() or torch.func.grad, compiled or not;
     gradients have no gradients of their own, and forward-mode derivatives are refused.
 

@@ -23,7 +23,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
     One read and one write of x: rows too long for one thread block are shared by several, which find each other's sums
-    on the way (NVIDIA GPUs from sm_80 on; on an H200 up to 1 million elements of 4 bytes, 3 million of 2). On other
+    on the way (NVIDIA GPUs from sm_80 on; on an H200 up to 1.3 million elements of 4 bytes, 3.2 million of 2). On other
     GPUs, and of a row whose elements lie apart, one block goes over its row twice, the second time from the L2 cache
     if it holds it. Longer rows (on that way past 2^18 elements), and rows of more than 512 that lie side by side in
     memory, take two reads and one write, in two launches. Rows that lie between 16-byte addresses are read by 16 bytes

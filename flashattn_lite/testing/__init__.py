@@ -110,7 +110,7 @@ def check_packed(
         n, features, seed, shrink, sizes: as `check`; sizes are those of `strategies.packed_cases`.
 
     Raises:
-        AssertionError, ValueError: as `check`.
+        AssertionError, ValueError, TypeError: as `check`.
 
     >>> from flashattn_lite.reference import attention_varlen_reference
     >>> check_packed(attention_varlen_reference, n=2, max_len=5)
@@ -142,7 +142,7 @@ def check_decode(
         n, seed, shrink, sizes: as `check`.
 
     Raises:
-        AssertionError: as `check`.
+        AssertionError, ValueError, TypeError: as `check`.
 
     >>> from flashattn_lite import attention_decode
     >>> check_decode(attention_decode, n=2, max_len=5)

@@ -100,6 +100,8 @@ CALLS: dict[str, Callable[[str, bool], None]] = {  # (device, whether some rows 
     "odd head dim": partial(dense, (4, 2), 300, 300, 33, causal=True),
     "gradients, 128": partial(dense, (4, 2), 300, 300, 128, grad=True, causal=True),
     "gradients, mask": partial(dense, (4, 2), 200, 320, 64, grad=True, mask=True),
+    "gradients, float32": partial(dense, (4, 2), 300, 300, 40, dtype=torch.float32, grad=True, causal=True),
+    "gradients, float32, mask": partial(dense, (4, 2), 200, 320, 128, dtype=torch.float32, grad=True, mask=True),
     "softmax, short rows": partial(softmax, 64, 1000, -1),
     "softmax, rows of many units": partial(softmax, 4, 300_008, -1),
     "softmax, float32": partial(softmax, 8, 33_000, -1, dtype=torch.float32),

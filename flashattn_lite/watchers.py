@@ -51,7 +51,8 @@ def mapped(x: Tensor) -> bool:
 def distributed(x: Tensor) -> bool:
     """Whether x is a DTensor, whose class has been imported where there is one."""
     module = None if torch.compiler.is_compiling() else sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    kind = getattr(module, "DTensor", None)  # another thread may be importing it just now
+    return kind is not None and isinstance(x, kind)
 
 
 def batched(x: Tensor) -> bool:

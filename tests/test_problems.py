@@ -88,3 +88,10 @@ def test_a_graph_holds_packed_sequences_whose_lengths_are_promised():
             held.add((type(case).__name__, promised, problems.may_be_captured(attention, case)))
     packed_calls = {("PackedCase", 0, False), ("PackedCase", 1, False), ("PackedCase", 2, True)}
     assert held == {("Case", 0, True), ("SoftmaxCase", 0, True), *packed_calls}
+
+
+@pytest.mark.gpu
+def test_a_dense_problem_can_be_captured():
+    """What looks on while it runs, the kit that compares arguments say, must not wait for the GPU meanwhile."""
+    attention, case = problems.KINDS["dense"].draw(random.Random(0), torch.device("cuda"))
+    problems.graphs_see_new_numbers(attention, case)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from torch.nn.attention.bias import causal_upper_left
 
 import flashattn_lite as fa
+from flashattn_lite import watchers
 from tests.refusals import NESTED, refusal_tests
 
 Q, K = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
@@ -113,3 +117,8 @@ def test_distributed_tensors_are_refused_by_name(distributed):
     }.items():
         with pytest.raises(NotImplementedError, match=f"^{name}{words}"):
             refused()
+
+
+def test_a_module_of_distributed_tensors_that_is_being_imported_has_no_class_yet(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
+    assert not watchers.distributed(Q)

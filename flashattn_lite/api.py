@@ -70,9 +70,9 @@ def attention(
     the largest float32 over S may overflow. A NaN or infinity reaches the rows that see it and no other (where an
     infinity's weight is too small for a float, it is one backend's infinity and another's NaN). A row's bits do not
     depend on the batch, on what other rows hold, or on repeats; how many rows and keys there are chooses tiles, and
-    so may show. Differentiable in
-    q, k, v, sinks and a float mask, with memory linear in L and S, by backward() or torch.func.grad, compiled or not;
-    gradients have no gradients of their own, and forward-mode derivatives are refused.
+    so may show. Differentiable in q, k, v, sinks and a float mask, with memory linear in L and S, by backward() or
+    torch.func.grad, compiled or not; gradients have no gradients of their own, and forward-mode derivatives are
+    refused.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.

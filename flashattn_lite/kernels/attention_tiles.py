@@ -143,12 +143,12 @@ def foremost(x, T: tl.constexpr):
 @triton.jit
 def without(x, bad, T: tl.constexpr):
     """A factor with zeros in its bad rows."""
-    good = (bad == 0)[:, None]
+    bad = (bad != 0)[:, None]
     if T.PRODUCTS != "parts":
-        return tl.where(good, x, 0.0).to(x.dtype)
+        return tl.where(bad, 0.0, x).to(x.dtype)
     else:
-        return (tl.where(good, x[0], 0.0).to(x[0].dtype), tl.where(good, x[1], 0.0).to(x[1].dtype),
-                tl.where(good, x[2], 0.0).to(x[2].dtype))  # fmt: skip
+        return (tl.where(bad, 0.0, x[0]).to(tl.bfloat16), tl.where(bad, 0.0, x[1]).to(tl.bfloat16),
+                tl.where(bad, 0.0, x[2]).to(tl.bfloat16))  # fmt: skip
 
 
 @triton.jit

@@ -72,13 +72,13 @@ def teach() -> None:
     if torch.compiler.is_compiling():
         return
     module: Any = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
+    counting = getattr(module, "FlopCounterMode", None)
+    if counting is None:  # not imported, or another thread is about to
         return
     looking = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
     for name, formula in FORMULAS.items():
         op = getattr(torch.ops.flashattn_lite, name)
-        if op not in module.flop_registry:
-            module.register_flop_formula(op, get_raw=True)(formula)
+        registered = module.flop_registry.setdefault(op, formula)  # at once: threads may call first together
         for counter in looking:
-            if isinstance(counter, module.FlopCounterMode):
-                counter.flop_registry.setdefault(op, module.flop_registry[op])
+            if isinstance(counter, counting):
+                counter.flop_registry.setdefault(op, registered)

@@ -74,8 +74,11 @@ def reshaped(result: Tensor, shape: tuple[Any, ...]) -> Tensor:
     """What an op returned in another shape, as a view only where autograd has to see who writes to it.
 
     Elsewhere it is as fresh as the result was: a view that is made under no_grad can't be written to in place later.
+    torch.jit.trace follows sizes into `reshape` alone; into an op that is called by name they go as numbers.
     """
-    return result.reshape(shape) if result.requires_grad else torch.ops.aten._unsafe_view(result, shape)
+    if result.requires_grad or torch.jit.is_tracing():
+        return result.reshape(shape)
+    return torch.ops.aten._unsafe_view(result, shape)
 
 
 def one_by_one(op: Any) -> None:

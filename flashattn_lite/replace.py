@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_lite import sdpa
+from flashattn_lite import forks, sdpa
 from flashattn_lite.tiles import autocasts
 from flashattn_lite.watchers import watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
+
+# Of reports, of what stands in torch's place, and of who put it there. A context that was dropped ends where Python
+# collects it, which may be under the lock.
+_lock = forks.lock()
 
 
 class Kind(NamedTuple):
@@ -50,14 +53,6 @@ class Report:
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
-        self._lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has a lock of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
 
     @property
     def calls(self) -> int:
@@ -68,7 +63,7 @@ class Report:
         return f"Report(calls={self.calls}, kinds={len(self.kinds)}, refused={sum(self.refused.values())})"
 
     def __str__(self) -> str:
-        with self._lock:
+        with _lock:
             return self._lines()
 
     def _lines(self) -> str:
@@ -89,7 +84,7 @@ class Report:
     ) -> None:  # fmt: skip
         """Takes in a call of the function whose signature this is."""
         if not all(isinstance(x, Tensor) for x in (query, key, value)):  # what a tracer or somebody's class stands for
-            with self._lock:
+            with _lock:
                 self.others += 1
             return
         q, k, v = map(_shape, (query, key, value))
@@ -102,7 +97,7 @@ class Report:
         backend = "under a transform"
         if not transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        with self._lock:
+        with _lock:
             if kind in self.kinds:
                 self.kinds[kind] += 1
             elif len(self.kinds) < MOST:
@@ -112,7 +107,7 @@ class Report:
 
     def _refuses(self, error: Exception) -> None:
         text = str(error)
-        with self._lock:
+        with _lock:
             if text in self.refused or len(self.refused) < MOST:
                 self.refused[text] = self.refused.get(text, 0) + 1
 
@@ -146,9 +141,6 @@ class _Standing:
         self.function: Any = scaled_dot_product_attention
 
 
-# Of what stands in torch's place, and of who put it there. A context that was dropped ends where Python collects it,
-# which may be under the lock.
-_lock = threading.RLock()
 _installed: _Standing | None = None
 
 

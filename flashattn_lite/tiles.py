@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashattn_lite.forks import computed_once
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import add_mask, visible
 
@@ -66,30 +66,30 @@ class Sequences:
         mask = mask[(None,) * (4 - mask.dim())]
         return mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, self.heads)
 
-    @cached_property
+    @computed_once
     def q(self) -> Tensor:
         return self.of_rows(self.inputs.q)
 
-    @cached_property
+    @computed_once
     def k(self) -> Tensor:
         return self.of_keys(self.inputs.k)
 
-    @cached_property
+    @computed_once
     def v(self) -> Tensor:
         return self.of_keys(self.inputs.v)
 
-    @cached_property
+    @computed_once
     def mask(self) -> Tensor | None:
         return None if self.inputs.mask is None else self.of_mask(self.inputs.mask)
 
-    @cached_property
+    @computed_once
     def sinks(self) -> Tensor | None:
         """[B, Hkv, G, L]."""
         if self.inputs.sinks is None:
             return None
         return self.inputs.sinks.unflatten(0, self.heads)[None, ..., None].expand(self.q.shape[:-1])
 
-    @cached_property
+    @computed_once
     def lens(self) -> Tensor | None:
         """[B]: the keys of each sequence, where they are not S."""
         lens = self.inputs.kv_lens
@@ -192,7 +192,7 @@ class RowTile:
         parts = (self.b, self.h, slice(None), self.m, n)
         return mask[tuple(part if size > 1 else slice(None) for part, size in zip(parts, mask.shape, strict=True))]
 
-    @cached_property
+    @computed_once
     def bounds(self) -> tuple[int, int, int, int]:
         """(least len_k, most len_k, least end, most end) of these sequences, as far as the host may know them."""
         problem, len_q, len_k = self.of.problem, self.of.q.shape[3], self.of.k.shape[2]

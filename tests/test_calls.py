@@ -253,6 +253,16 @@ def test_a_trace_sees_the_op():
     assert torch.equal(traced(y), fa.attention(y, y, y, causal=True))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 2, 3)])
+def test_a_trace_of_what_replaces_torchs_serves_other_lengths(lead):
+    """As one of torch's own does, for any number of dims."""
+    call = lambda x: fa.scaled_dot_product_attention(x, x, x, is_causal=True)
+    traced = torch.jit.trace(call, torch.randn(*lead, 20, 16))
+    longer = torch.randn(*(size + 1 for size in lead), 27, 16)
+    assert torch.equal(traced(longer), call(longer))
+
+
 def test_a_models_parameters_are_ordinary():
     """Sinks and biases are: an op would cost each call of such a model 60 us of Python."""
     q, k, v = qkv()

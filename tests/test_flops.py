@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashattn_lite as fa
+from flashattn_lite import flops
 
 Q, K, V = (2, 6, 9, 16), (2, 3, 13, 16), (2, 3, 13, 24)
 
@@ -155,3 +158,23 @@ def test_lengths_past_what_a_table_has_room_for_do_not_count(device):
     table, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[7, 8]], [100]))
     want = torchs((1, 6, 2, 16), (1, 3, 32, 16), (1, 3, 32, 16))
     assert counted(lambda: fa.attention_decode(q, pages, pages, lens, block_table=table)) == want
+
+
+def test_a_call_while_another_thread_imports_the_counter(monkeypatch):
+    """The module is there, and still empty."""
+    monkeypatch.setitem(sys.modules, "torch.utils.flop_counter", types.ModuleType("torch.utils.flop_counter"))
+    flops.teach()
+
+
+def test_threads_that_call_first_together_register_once(monkeypatch):
+    """Between a look into torch's table and the entry another thread may have made it."""
+
+    class Late(dict):
+        def __contains__(self, op):
+            found = super().__contains__(op)
+            self.setdefault(op, "another thread's")
+            return found
+
+    monkeypatch.setattr(flop_counter, "flop_registry", Late())
+    flops.teach()
+    assert len(flop_counter.flop_registry) == len(flops.FORMULAS)

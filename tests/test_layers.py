@@ -14,7 +14,7 @@ PACKAGE = ROOT / "flashattn_lite"
 
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
-    "errors problem scalars watchers batch_dims arguments arguments_decode arguments_varlen",
+    "errors problem scalars watchers forks batch_dims arguments arguments_decode arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning "
     "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "

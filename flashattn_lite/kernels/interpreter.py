@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from flashattn_lite import forks
 from flashattn_lite.problem import AttentionProblem, Inputs
 
 
@@ -21,7 +21,7 @@ def widened(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem
     return replace(problem, dtype=torch.float32), wide
 
 
-_one_at_a_time = threading.RLock()
+_one_at_a_time = forks.lock()  # of a launch; a fork waits for its end
 
 
 @contextmanager

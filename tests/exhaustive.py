@@ -1,14 +1,18 @@
 """Which cases of a test `make test` takes, and which only `make test-exhaustive` does.
 
-For the minutes that CI has: most compile one tile more of a kernel. Of each kernel some stay, for each GPU family.
+For the minutes that CI has: most compile one tile more of a kernel, or ask of two values together what others ask of
+each. Of each kernel some stay, for each GPU family, and of each thing that a test varies each value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
+
+from tests.conftest import INTERPRETING
 
 
 def also(*values: Any) -> Any:
@@ -22,3 +26,26 @@ def quick(cases: Iterable[Any], chosen: Collection[Any]) -> list:
     unknown = [case for case in chosen if case not in cases]
     assert not unknown, f"no cases: {unknown}"
     return [case if case in chosen else also(*(case if isinstance(case, tuple) else (case,))) for case in cases]
+
+
+def one_in(n: int, *axes: Collection[Any]) -> list:
+    """All cases of a product, of which `quick` chooses one in n: the places of its values have a sum that n divides.
+
+    So each value is in some of them, with others of each other axis.
+    """
+    places = itertools.product(*(range(len(axis)) for axis in axes))
+    cases = list(itertools.product(*axes))
+    chosen = [case for case, place in zip(cases, places, strict=True) if sum(place) % n == 0]
+    for values, axis in zip(zip(*chosen, strict=True), axes, strict=True):
+        assert all(value in values for value in axis), f"a value of {axis} is in no case"
+    return quick(cases, chosen)
+
+
+def once(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of what stands ahead of the kernels: the interpreter's run has it in `make test-exhaustive` alone."""
+    return pytest.mark.exhaustive(test) if INTERPRETING else test
+
+
+def case_once(*values: Any) -> Any:
+    """A case of such a test."""
+    return also(*values) if INTERPRETING else pytest.param(*values)

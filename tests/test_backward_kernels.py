@@ -18,6 +18,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.reference import attention_reference
+from tests.exhaustive import quick
 
 LENGTHS = (40, 70)  # queries, keys: several of the interpreter's tiles
 
@@ -105,7 +106,12 @@ def options_of(name, device, dtype):
     return options
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+# The others are parts of these, or stand beside a mask in test_backward_masks.py.
+QUICK = ("from the first key", "left", "right", "soft cap", "negative scale", "bool mask", "far below, and sinks",
+         "lengths")  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", quick(FEATURES, QUICK))
 @pytest.mark.parametrize("given", ["", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("float16", "float32"))])
 def test_gradients_are_those_of_the_definition(feature, given, device, launched):
     dtype = getattr(torch, given) if given else dtype_of(device)

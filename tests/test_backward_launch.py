@@ -14,6 +14,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch
 from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.reference import attention_reference
+from tests.exhaustive import one_in
 from tests.targets import H200
 from tests.test_backward_kernels import dtype_of, gradients, tensors_of, upstream_of
 
@@ -106,9 +107,7 @@ def test_a_sum_that_lse_hides_is_counted_anew(device):
         torch.testing.assert_close(ours.double(), want, atol=eps * float(want.abs().max()), rtol=eps)
 
 
-@pytest.mark.parametrize("size", [3e3, 1e4, 3e4, 1e5])
-@pytest.mark.parametrize("dim", [20, 64])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "dim", "size"), one_in(2, [False, True], [20, 64], [3e3, 1e4, 3e4, 1e5]))
 def test_scores_of_millions_have_weights_of_0_or_1(device, masked, dim, size):
     """Past 2^23 what float32 rounds off a score is a factor of 2 in its weight; past 2^31 2^128."""
     q, k, v = tensors_of(device, torch.float32, batch=1, dim=dim)
@@ -120,13 +119,18 @@ def test_scores_of_millions_have_weights_of_0_or_1(device, masked, dim, size):
         torch.testing.assert_close(ours.double(), want.double(), atol=1e-5 * float(want.abs().max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("size", "mask"),
-    [(1, -1e4), (1, -1e6), (1, -1e7), (1, -3e7), (1, -1e9), (100, None), (100, 0), (500, None), (500, 0)],
+    ("scores", "dtype"),
+    one_in(
+        2,
+        [(1, -1e4), (1, -1e6), (1, -1e7), (1, -3e7), (1, -1e9), (100, None), (100, 0), (500, 0), (500, None)],
+        [torch.float32, torch.bfloat16],
+    ),
+    ids=str,
 )
-def test_weights_sum_to_1_whatever_is_left_of_scores(device, size, mask, dtype):
+def test_weights_sum_to_1_whatever_is_left_of_scores(device, scores, dtype):
     """Scores of 1 beside -1e7, or of 1e6, keep few digits or none: the same ones in all launches."""
+    size, mask = scores
     q, k, v = tensors_of(device, dtype, batch=1, dim=64)
     v.requires_grad_()
     if mask is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -18,10 +19,9 @@ from tests.exhaustive import also, quick
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 
 DTYPES = [torch.bfloat16, torch.float32]
-COPIES = quick(  # where shared memory is filled by copies of 16 bytes
-    [(gpu, dtype) for gpu in GPUS if gpu != "gfx942" for dtype in (torch.float16, *DTYPES)],
-    [("sm_80", torch.float32), ("sm_90", torch.bfloat16), ("sm_100", torch.bfloat16)],
-)
+# Where shared memory is filled by copies of 16 bytes.
+COPIES = [(gpu, dtype) for gpu in GPUS if gpu != "gfx942" for dtype in (torch.float16, *DTYPES)]
+OTHERS = [gpu for gpu in GPUS if gpu != "sm_90"]
 # name: (shape, dim). Each way through the kernels.
 CASES = {
     "short rows": ((64, 1000), 1),
@@ -38,6 +38,11 @@ CASES = {
     "across, whole": ((500, 256), 0),
     "across, two launches": ((5000, 256), 0),
 }
+SHORT_OR_ACROSS = [case for case in CASES if case.startswith(("short", "across", "two launches"))]
+
+
+def copied(cases, chosen):
+    return quick([(case, *copy) for case in cases for copy in COPIES], chosen)
 
 
 def kernels(gpu, case, op, dtype):
@@ -49,10 +54,20 @@ def kernels(gpu, case, op, dtype):
     return [compiled(gpu, launch) for launch in launches]
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu != "sm_90"])
-@pytest.mark.parametrize("op", ["softmax", "stats"])
 @pytest.mark.parametrize(
-    "case", ["short rows", also("rows of 32768"), "split rows", "rows between addresses", "two launches"]
+    ("case", "op", "gpu"),
+    quick(
+        itertools.product(
+            ("short rows", "rows of 32768", "split rows", "rows between addresses", "two launches"),
+            ("softmax", "stats"),
+            OTHERS,
+        ),
+        # Each kernel for each GPU family.
+        [(case, "softmax", gpu) for case in ("short rows", "two launches") for gpu in OTHERS]
+        + [("split rows", "softmax", "sm_100"), ("short rows", "stats", "gfx942"), ("two launches", "stats", "sm_80")]
+        + [("rows between addresses", *rest) for rest in (("softmax", "sm_80"), ("stats", "sm_100"))]
+        + [("rows between addresses", "softmax", "gfx942")],
+    ),
 )
 def test_softmax_compiles(gpu, case, op):
     names = [kernel.metadata.name for kernel in kernels(gpu, case, op, torch.bfloat16)]
@@ -68,8 +83,19 @@ def test_softmax_compiles(gpu, case, op):
     assert names == (expected[case] if op == "softmax" else ["ring_kernel" if ring else "stats_kernel"])
 
 
-@pytest.mark.parametrize(("gpu", "dtype"), COPIES)
-@pytest.mark.parametrize("case", ["rows of 32768", "split rows", "split rows, not full"])
+@pytest.mark.parametrize(
+    ("case", "gpu", "dtype"),
+    copied(
+        ("rows of 32768", "split rows", "split rows, not full"),
+        [
+            ("rows of 32768", "sm_80", torch.float32),
+            ("rows of 32768", "sm_100", torch.bfloat16),
+            ("split rows", "sm_80", torch.float32),
+            ("split rows, not full", "sm_90", torch.bfloat16),
+        ],
+    ),
+    ids=str,
+)
 def test_a_ring_is_filled_by_copies_of_16_bytes(gpu, case, dtype):
     (kernel,) = kernels(gpu, case, "softmax", dtype)
     if case == "rows of 32768" and dtype == torch.float32:
@@ -84,8 +110,19 @@ def test_a_ring_is_filled_by_copies_of_16_bytes(gpu, case, dtype):
     assert usage(kernel).blocks(gpu) >= tile.programs
 
 
-@pytest.mark.parametrize(("gpu", "dtype"), COPIES)
-@pytest.mark.parametrize("case", [case for case in CASES if "between" in case])
+@pytest.mark.parametrize(
+    ("case", "gpu", "dtype"),
+    copied(
+        [case for case in CASES if "between" in case],
+        [
+            ("rows between addresses", "sm_90", torch.bfloat16),
+            ("short rows between addresses", "sm_80", torch.float32),
+            ("short rows between addresses", "sm_100", torch.bfloat16),
+            ("long rows between addresses", "sm_80", torch.float32),
+        ],
+    ),
+    ids=str,
+)
 def test_rows_between_addresses_move_16_bytes_at_a_time_too(gpu, case, dtype):
     (kernel,) = kernels(gpu, case, "softmax", dtype)
     assert kernel.metadata.name == "ring_kernel"
@@ -98,8 +135,16 @@ def test_rows_between_addresses_move_16_bytes_at_a_time_too(gpu, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, also(torch.float32)])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("op", ["softmax", "stats"])
+@pytest.mark.parametrize(
+    ("op", "case"),
+    quick(
+        [(op, case) for case in CASES for op in ("softmax", "stats")],
+        # Each kernel in a tile or two; some that others here compile anyway.
+        [(op, case) for case in SHORT_OR_ACROSS for op in ("softmax", "stats")]
+        + [("softmax", case) for case in ("whole rows", "split rows, not full", "rows between addresses")]
+        + [("stats", "split rows")],
+    ),
+)
 def test_nothing_spills_on_hopper(case, op, dtype):
     # Triton 3.6 and 3.7 spill nothing. 3.8 and 3.9 put so many bytes of a thread of ring_kernel there, outside the loop
     # or ahead of its only step.

@@ -15,6 +15,7 @@ from flashattn_lite import decode
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import DECODE_LAWS, Case, assert_close_to_oracle, check_decode
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import once
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES: dict[str, Any] = (
@@ -193,6 +194,7 @@ def test_float64_runs_tiled(device):
     assert fa.explain_decode(q, k, v, lens).backend == "tiled"
 
 
+@once
 def test_the_op_has_a_fake_and_is_one_node():
     q, k, v = cache("cpu", keys=32, rows=2)
     lens, table = int32([30, 2], "cpu"), int32([[1, 0], [0, 1]], "cpu")

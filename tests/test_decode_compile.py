@@ -62,9 +62,9 @@ PROGRAMS = {
 }  # of partial_kernel on an H200's multiprocessor, if not 2
 # The others on sm_90 alone.
 EVERYWHERE = ("one token", "one token, a pair of chains", "paged, few keys, alone", "everything", "wide")
-# Each way through the kernels once.
+# Each way through the kernels once. The long one is also compiled below, where lengths do not recompile.
 QUICK = ("one token", "one token, a pair of chains", "one token, long, apart", "paged, alone with a pair of chains",
-         "4 tokens", "everything", "wide, 64 rows", "bias", "packed, few keys, alone")  # fmt: skip
+         "everything", "wide, 64 rows", "padding", "packed, few keys, alone")  # fmt: skip
 # name: (query heads of 2 key heads, tokens, head dim, head dim of v, dtype, options)
 CASES = {
     "one token": (8, 1, 128, 128, BF16, {"multiprocessors": 9}),

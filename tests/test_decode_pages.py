@@ -11,6 +11,7 @@ import flashattn_lite as fa
 from flashattn_lite import decode
 from flashattn_lite import target as targets
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import one_in
 from tests.test_decode import cache, int32, pages_of
 
 
@@ -37,9 +38,7 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dim, dtype, rows, options):
             assert_same_bits(paged, whole, f"{batch} sequences in pages of {size}", None)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
+@pytest.mark.parametrize(("value", "size", "rows"), one_in(2, [math.inf, math.nan, 3e38], [16, 32, 64, 128], [1, 2, 4]))
 def test_what_is_not_finite_comes_out_of_pages_too(value, size, rows, device):
     """Rows whose sums are not finite are done again; 3e38: of three keys they overflow."""
     q, k, v = cache(device, batch=2, heads=2, heads_kv=1, keys=128, rows=rows, dim=16, dtype=torch.float32)

@@ -17,6 +17,7 @@ from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.scores import visible
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import one_in
 from tests.targets import H200
 from tests.test_decode import cache, int32
 
@@ -25,20 +26,23 @@ WINDOW = (700 // (8 if INTERPRETING else 1), 0)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"causal": True, "q_start": 700},
-        {"window": (300, 200), "q_start": 500},
-        {"softcap": 5.0, "sinks": True},
-        {"scale": -0.3, "kv_lens": True, "causal": True},
-    ],
+    ("sizes", "options"),
+    one_in(
+        2,
+        [(1, 1100), (4, 2100)],
+        [
+            {"causal": True},
+            {"softcap": 5.0, "sinks": True},
+            {"causal": True, "q_start": 700},
+            {"window": (300, 200), "q_start": 500},
+            {"scale": -0.3, "kv_lens": True, "causal": True},
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 1100), (4, 2100)])
-def test_attention_splits_the_keys_of_few_rows(device, tokens, keys, options):
+def test_attention_splits_the_keys_of_few_rows(device, sizes, options):
     """`attention` gives few rows over many keys to the same kernels: every score feature, any alignment."""
-    options = dict(options)
+    (tokens, keys), options = sizes, dict(options)
     heads_kv = 1 if INTERPRETING and tokens > 1 else 2
     q, k, v = cache(device, batch=2, heads=4 * heads_kv, heads_kv=heads_kv, rows=tokens, keys=keys, dtype=torch.float16)
     if options.pop("sinks", False):

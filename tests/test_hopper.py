@@ -19,6 +19,7 @@ from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, assert_close_to_oracle, check, check_packed
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import one_in
 
 PROBLEMS = {"cpu": 1, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
 SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
@@ -149,9 +150,7 @@ GROWTH = {
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("growth", GROWTH)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "growth", "causal"), one_in(3, [64, 128, 256], GROWTH, [False, True]))
 def test_scores_far_above_the_reference(dtype, dim, growth, causal, hopper_device):
     """Rows whose first tiles say little about the others; most fail the first time in most of these."""
     if hopper_device.type == "cpu" and (dtype == torch.bfloat16) != (dim == 256):
@@ -188,8 +187,11 @@ def test_values_so_large_that_only_the_maximum_keeps_their_sum(dim, hopper_devic
 
 
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("bias", [-30.0, -200.0, -1e9, -1e10, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    one_in(2, HALVES, [-30.0, -200.0, -1e9, -1e10, -1e30, torch.finfo(torch.float32).min]),
+    ids=str,
+)
 def test_a_bias_hides_nothing_that_v_holds_and_shows_nothing(bias, dtype, copied, hopper_device):
     """Row 3 looks at all keys through the bias, rows of the second entry at the first key, which row 5 may not see."""
     if hopper_device.type == "cpu" and copied != (dtype == torch.bfloat16):

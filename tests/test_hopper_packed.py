@@ -11,11 +11,14 @@ import torch
 import flashattn_lite as fa
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
+from tests.exhaustive import one_in
 
 LENGTHS = {  # one long among many short and empty ones
     "cpu": [64, 0, 1, 200, 63, 0, 0, 3, 17, 65],
     "cuda": [64, 0, 1, 700, 63, 65, 128, 0, 0, 3, 320, *[17] * 40, 192],
 }
+SEEN = {"full": {}, "causal": {"causal": True}, "window": {"window": (100, 20)}}
+HEADS = [(4, 4, 64), (6, 2, 128), (2, 1, 256), (5, 1, 96)]  # of q, of k and v; the head dim
 OPTIONS = {"max_seqlen_q": 700, "max_seqlen_k": 700, "backend": "hopper", "return_lse": True}
 REPEATS = {"cpu": (1, 5), "cuda": (50, 20)}  # times so many launches behind one another
 
@@ -29,10 +32,9 @@ def packed(heads, heads_kv, dim, device):
     return draw(heads), draw(heads_kv), draw(heads_kv), cu
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (100, 20)}], ids=["causal", "full", "window"])
-@pytest.mark.parametrize(("heads", "heads_kv", "dim"), [(4, 4, 64), (6, 2, 128), (2, 1, 256), (5, 1, 96)])
-def test_sequences_of_every_length(heads, heads_kv, dim, options, hopper_device):
-    q, k, v, cu = packed(heads, heads_kv, dim, hopper_device)
+@pytest.mark.parametrize(("sizes", "seen"), one_in(2, HEADS, SEEN), ids=str)
+def test_sequences_of_every_length(sizes, seen, hopper_device):
+    options, (q, k, v, cu) = SEEN[seen], packed(*sizes, hopper_device)
     v[cu[4] - 30, 0, 5] = math.inf  # rows of the long one that see it are done again
     out, lse = fa.attention_varlen(q, k, v, cu, cu, **options, **OPTIONS)
     for begin, end in itertools.pairwise(cu.tolist()):

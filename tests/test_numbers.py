@@ -85,31 +85,39 @@ from flashattn_lite.target import takes_tf32
 q = torch.randn(1, 2, 20, 16, requires_grad=True)
 want = fa.attention(q, q, q)
 assert not takes_tf32()
-exec(sys.argv[1])
-assert takes_tf32() == (sys.argv[2] == "tf32")
-fa.attention(q, q, q).sum().backward()
-fa.scaled_dot_product_attention(q, q, q)
-x = q.detach().half()
-fa.attention_decode(x[:, :, :1], x, x, torch.tensor([20], dtype=torch.int32))
-if sys.argv[2] != "bf16":  # which is for the products of a CPU
-    torch.testing.assert_close(fa.attention(q, q, q), want)
+for setting, means in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    exec(setting)
+    assert takes_tf32() == (means == "tf32"), setting
+    fa.attention(q, q, q).sum().backward()
+    fa.scaled_dot_product_attention(q, q, q)
+    x = q.detach().half()
+    fa.attention_decode(x[:, :, :1], x, x, torch.tensor([20], dtype=torch.int32))
+    if means != "bf16":  # which is for the products of a CPU
+        torch.testing.assert_close(fa.attention(q, q, q), want)
 """
 
 
 @pytest.mark.parametrize(
-    ("setting", "means"),
+    "settings",
     [
-        ("torch.set_float32_matmul_precision('high')", "tf32"),
-        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
-        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "bf16"),
-        ("torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
+        {
+            "torch.set_float32_matmul_precision('high')": "tf32",
+            "torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
+        },
+        {
+            "torch.backends.fp32_precision = 'tf32'": "tf32",
+            "torch.backends.fp32_precision = 'none'": "ieee",
+            "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": "bf16",
+        },
     ],
+    ids=["older", "newer"],
 )
-def test_each_of_torchs_settings_for_float32_is_understood(setting, means, interpreting):
-    """In a process of its own: torch refuses to be asked by the older one once the newer one was used."""
+def test_each_of_torchs_settings_for_float32_is_understood(settings, interpreting):
+    """One after the other, in a process: torch refuses to be asked by the older one once the newer one was used."""
     if interpreting:
         pytest.skip("the same without TRITON_INTERPRET=1")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", TF32, setting, means], check=True, timeout=300)
+    steps = [word for step in settings.items() for word in step]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TF32, *steps], check=True, timeout=300)
 
 
 PAST_THE_RANGE = [  # dtype, a query, its keys, scale

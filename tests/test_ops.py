@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 import flashattn_lite as fa
 from flashattn_lite import calls, ops
 from flashattn_lite.reference import attention_reference
+from tests.exhaustive import once
 
 
 def op_arguments(**changes):
@@ -61,6 +62,7 @@ def attend(q, k, v):
     return out.sum() + (lse * lse).sum()
 
 
+@once
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph_forward_and_backward(dynamic, interpreting):
     if interpreting and not dynamic:
@@ -142,6 +144,7 @@ def test_compile_sees_one_op(function):
     assert len(seen) == 1
 
 
+@once
 def test_export_with_dynamic_shapes():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
@@ -176,6 +179,7 @@ def test_merge_is_differentiable_also_where_both_parts_are_empty():
     assert merged_lse[0, 0, 2] == -torch.inf
 
 
+@once
 @pytest.mark.parametrize("causal", [False, True])
 def test_function_transforms(causal):
     """torch.func.grad, vjp, jacrev, vmap, vmap of grad and grad of vmap: what autograd and a loop give."""

@@ -16,6 +16,7 @@ from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS, TELLING
 from flashattn_lite.problem import UNPROMISED, Inputs, describe
 from flashattn_lite.testing import PACKED_LAWS, PackedCase, assert_close_to_oracle, check_packed
 from flashattn_lite.testing.results import assert_same_bits, run_packed
+from tests.exhaustive import one_in
 from tests.targets import H200
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,8 +56,7 @@ def split(device: torch.device) -> str:
     return "split" if device.type == "cuda" or INTERPRETING else "auto"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("most", TOKENS)
+@pytest.mark.parametrize(("most", "name"), one_in(2, TOKENS, OPTIONS))
 @pytest.mark.parametrize(
     ("dim", "dim_v", "dtype"),
     [(64, 64, torch.float16), (128, 128, torch.bfloat16), (80, 40, torch.bfloat16), (256, 256, torch.float16),

@@ -8,6 +8,7 @@ from torch.func import hessian, vmap
 
 import flashattn_lite as fa
 from flashattn_lite.reference import attention_reference
+from tests.exhaustive import also, once
 
 LENS = torch.tensor([5, 3], dtype=torch.int32)
 
@@ -47,7 +48,7 @@ def test_whoever_writes_to_a_recorded_result_is_seen(shape):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", also("inductor")])
 def test_decoding_compiles_where_a_gradient_might_be_wanted(backend):
     """Only a backward pass says that there is none."""
     linear, cache = torch.nn.Linear(8, 8), torch.randn(2, 2, 7, 8)
@@ -59,6 +60,7 @@ def test_decoding_compiles_where_a_gradient_might_be_wanted(backend):
         out.sum().backward()
 
 
+@once
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_sizes_that_the_data_decide_compile():
     attend = lambda x, keep: fa.scaled_dot_product_attention(*[x[keep]] * 3, is_causal=True)

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import softmax_launch
 from flashattn_lite.kernels.tuning_softmax import RingTile
+from tests.exhaustive import quick
 from tests.gluon_on_torch import RUBBISH, Sources, launch
 from tests.gluon_on_torch.pointers import Pointer, store
 from tests.gluon_on_torch.sources import WARPS, language
@@ -125,7 +126,8 @@ def check(seed: int, sources: Sources, patch: pytest.MonkeyPatch) -> None:
         assert torch.equal(other.nan_to_num(7), seen[0].nan_to_num(7))  # of float16 torch gives NaN either sign
 
 
-@pytest.mark.parametrize("seed", range(12))
+# Between them each dtype, number of chunks and lag, parts that are alone, rows between addresses and not.
+@pytest.mark.parametrize("seed", quick(range(12), (0, 1, 2, 5, 6, 7)))
 def test_rows_are_whole_whoever_waits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(seed, Sources(), monkeypatch)
 
@@ -162,7 +164,16 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("wrong", BROKEN)
+# Late to be found, each beside one like it that is found sooner.
+LATE = {
+    "a row's last elements bring neighbours": "neighbours are not cleared",
+    "a row's odd element is not loaded": "a row's last elements are not loaded",
+    "parts of the launch before are taken": "half of a part is taken",
+    "the output is another unit's": "a slot is filled while it is needed",
+}
+
+
+@pytest.mark.parametrize("wrong", quick(BROKEN, BROKEN.keys() - LATE.keys()))
 def test_one_thing_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_all() -> None:
         for seed in range(FIRST.get(wrong, 0), 30):

@@ -18,6 +18,7 @@ from flashattn_lite.kernels.tuning_softmax import MOST_PARTS, SWEEP, SoftmaxTile
 from flashattn_lite.softmax import online_softmax, softmax_stats
 from flashattn_lite.target import Target
 from flashattn_lite.testing.softmax import assert_softmax, assert_stats
+from tests.exhaustive import one_in
 from tests.test_softmax_kernel import kernel_device  # noqa: F401
 
 INF, NAN = math.inf, math.nan
@@ -66,8 +67,9 @@ def layouts(device: torch.device) -> list[tuple[Tensor, int]]:
     return [(x, 1), (beside, 1), (aligned, 1), (x.T.contiguous(), 0)]
 
 
-@pytest.mark.parametrize("tile", TILES + SWEEPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "tile"), one_in(2, [torch.float16, torch.bfloat16, torch.float32], TILES + SWEEPS), ids=str
+)
 def test_any_split_is_the_whole(
     kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype  # noqa: F811
 ) -> None:  # fmt: skip

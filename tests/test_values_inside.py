@@ -12,6 +12,7 @@ from torch._dynamo import config
 
 import flashattn_lite as fa
 from flashattn_lite.problem import at_most
+from tests.exhaustive import once
 
 X = torch.randn(10, 2, 8)
 CU, SEVEN = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [0, 3, 7]))
@@ -72,6 +73,7 @@ def packed(x, longest):
     return fa.attention_varlen(x, x, x, SEVEN, SEVEN, max_seqlen_q=longest, max_seqlen_k=longest)
 
 
+@once
 @pytest.mark.parametrize("name", INSIDE)
 @config.patch(capture_scalar_outputs=True)
 def test_integers_of_compiled_code(name):
@@ -87,6 +89,7 @@ def test_integers_of_compiled_code(name):
         refuses(text, compiled, x, torch.tensor(n))
 
 
+@once
 @config.patch(capture_dynamic_output_shape_ops=True)
 def test_a_number_of_keys_that_is_found_in_compiled_code():
     def call(x, chosen):
@@ -144,6 +147,7 @@ for name, function in {"scale": fa.scaled_dot_product_attention, "softcap": fa.a
 """
 
 
+@once
 def test_numbers_that_are_found_in_compiled_code():
     """A compiler that does not know one leaves the call to Python, as it does torch's own.
 

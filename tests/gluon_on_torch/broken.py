@@ -179,3 +179,19 @@ SHOWN_BY = {
     "all consumers get the first one's mask": "masked",
     "a mask of one head is taken for one of many": "masked",
 }
+
+# Late to be found, each beside one like it that is found sooner.
+LATE = {
+    "V that a consumer passes over is not waited for": "V is read before it lands",
+    "a redo does not wait for the first pass": "a part is folded where O leaves",
+    "V is cleaned by each as if alone": "clean V is read with no fence",
+    "O takes V's room too early": "O is overwritten while it leaves",
+    "all consumers get the first one's mask": "a mask of one head is taken for one of many",
+    "V at the end of a part is read before it lands": "K of the next part is read before it lands",
+    "a part that fails is folded all the same": "parts that fail are not noticed",
+    "a part is folded twice": "parts that fail are not noticed",
+    "parts are folded to the chain of the tile before": "a chain goes on from the one before",
+    "chains begin at the first part": "a chain ends with all parts",
+    "a chain that was done again is not written": "infinities of a chain are not written",
+    "each part asks for the next row tile": "Q comes with each part",
+}

@@ -26,7 +26,10 @@ WRONG = [
             ("problems", [], "--device: 'cuda' can't be used here: "),
             ("small_calls", [], "--device: 'cuda' can't be used here: "),
             ("memory", ["--device", "cuda"], "needs a GPU; or --device cpu"),
-            *((name, [], "needs a GPU") for name in ("attention", "backward", "packed", "shapes", "softmax", "decode")),
+            *(
+                (name, [], "needs a GPU")
+                for name in ("attention", "backward", "packed", "shapes", "softmax", "decode", "first_call")
+            ),
         )
     ],
 ]

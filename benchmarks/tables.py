@@ -287,6 +287,19 @@ def backward_beside(rows: Sequence[Row], title: str) -> list[str]:
     return lines
 
 
+def first_call(rows: Sequence[Row]) -> list[str]:
+    """Seconds of a first call with nothing compiled and with what was kept, Triton's steps of ours, FlexAttention's."""
+    calls = ("first_s", "again_s")
+    steps = [name for name in dict.fromkeys(row["metric"] for row in rows) if name not in calls]
+    found = {name: speeds(rows, name, "head_dim", "len_q") for name in (*calls, *steps)}
+    shown = [(name, OURS) for name in found] + [(name, "flex") for name in calls]
+    lines = header("causal", "first", "again", *(name.removesuffix("_s") for name in steps), "flex first", "flex again")
+    for key in found["first_s"]:
+        texts = (f"{found[name][key][who]:.1f}" if who in found[name][key] else "-" for name, who in shown)
+        lines.append(line("d{} {}".format(*key), *texts))
+    return lines
+
+
 TABLES: dict[str, Callable[[Read], list[str]]] = {
     "attention": lambda read: attention(read("attention")),
     "attention_each": attention_each,
@@ -297,6 +310,7 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode_each": decode_each,
     "decode_mixed": lambda read: decode_mixed(read("decode_mixed")),
     "shapes": lambda read: shapes(read("shapes")),
+    "first_call": lambda read: first_call(read("first_call")),
     "backward": lambda read: backward(read("backward")),
     "backward_fp32": lambda read: backward_beside(read("backward_fp32"), "float32"),
     "backward_bias": lambda read: backward_beside(read("backward_bias"), "bf16, with a bias"),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -124,6 +125,22 @@ threading.Thread(target=work).start()
 def test_a_worker_may_call_when_the_main_thread_has_returned():
     done = subprocess.run([sys.executable, "-c", BEHIND_THE_MAIN_THREAD], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[0, 0, 0]", done.stderr
+
+
+def test_an_exit_handler_may_call(monkeypatch):
+    """Where no thread can be started any more. Where there are too many, what can't be kept apart is an error."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    says = "can't create new thread at interpreter shutdown"
+
+    def refuse(self):
+        raise RuntimeError(says)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert start.lasting_zeros(3, torch.int32, torch.device("cpu")).tolist() == [0, 0, 0]
+    says = "can't start new thread"
+    with pytest.raises(RuntimeError, match="can't start"):
+        start.lasting_zeros(3, torch.int32, torch.device("cpu"))
 
 
 def test_what_fails_in_the_other_thread_fails_here(monkeypatch):

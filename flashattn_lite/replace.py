@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import forks, sdpa
+from flashattn_lite.arguments import is_causal_bias
 from flashattn_lite.tiles import autocasts
 from flashattn_lite.watchers import watched
 
@@ -20,6 +23,13 @@ MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 # Of reports, of what stands in torch's place, and of who put it there. A context that was dropped ends where Python
 # collects it, which may be under the lock.
 _lock = forks.lock()
+
+
+class _Here(threading.local):
+    counted = 0  # calls that this thread brought into a report, refused ones too
+
+
+_here = _Here()
 
 
 class Kind(NamedTuple):
@@ -72,7 +82,9 @@ class Report:
         lines += [f"  {count} x {self.backends[kind]}: {kind}" for kind, count in often[:SHOWN]]
         if rest := self.calls - sum(count for _, count in often[:SHOWN]):
             lines.append(f"  {rest} of other shapes")
-        lines += [f"  {count} x refused: {text}" for text, count in self.refused.items()]
+        lines += [f"  {count} x refused: {text}" for text, count in [*self.refused.items()][:SHOWN]]
+        if rest := sum([*self.refused.values()][SHOWN:]):
+            lines.append(f"  {rest} refused for other reasons")
         if len(lines) == 1:
             lines.append("  nothing called it but compiled or exported code, if any, which is not counted;")
             lines.append("  what goes past it: help(flashattn_lite.replace_sdpa)")
@@ -83,17 +95,19 @@ class Report:
         scale: Any = None, enable_gqa: Any = False,
     ) -> None:  # fmt: skip
         """Takes in a call of the function whose signature this is."""
+        _here.counted += 1
         if not all(isinstance(x, Tensor) for x in (query, key, value)):  # what a tracer or somebody's class stands for
             with _lock:
                 self.others += 1
             return
         q, k, v = map(_shape, (query, key, value))
-        mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) else None
-        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        bias = is_causal_bias(attn_mask)  # a tensor of nothing, and causal
+        mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) and not bias else None
+        given = (query, key, value) if attn_mask is None or bias else (query, key, value, attn_mask)
         transformed = watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
         lower = autocasts(query.device) and query.dtype != torch.float64
         dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
-        kind = Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal), transformed)
+        kind = Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal) or bias, transformed)
         backend = "under a transform"
         if not transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -107,6 +121,7 @@ class Report:
 
     def _refuses(self, error: Exception) -> None:
         text = str(error)
+        _here.counted += 1
         with _lock:
             if text in self.refused or len(self.refused) < MOST:
                 self.refused[text] = self.refused.get(text, 0) + 1
@@ -115,6 +130,18 @@ class Report:
 def _shape(x: Tensor) -> tuple[int | str, ...]:
     """As numbers, and a compiler's symbols by their names: to compare them would give them values."""
     return tuple(size if type(size) is int else str(size) for size in x.shape)
+
+
+def _asked_first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Arguments of which some, or a mode, may take the call as they may take torch's; None: nobody asks for it.
+
+    They know it by where it stands, and get the arguments as they were given. A tracer of torch.fx is left to ours,
+    by whose name a node can be pickled; a causal bias is a mask to us.
+    """
+    given = tuple(x for x in (*args, *options.values()) if not is_causal_bias(x))
+    if not has_torch_function(given) or any(isinstance(x, torch.fx.Proxy) for x in given):
+        return None
+    return given
 
 
 class _Standing:
@@ -129,6 +156,12 @@ class _Standing:
                 return self.before(*args, **options)
             if torch.compiler.is_compiling():
                 return sdpa.scaled_dot_product_attention(*args, **options)
+            if (asked := _asked_first(args, options)) is not None:
+                counted = _here.counted
+                out = handle_torch_function(self.function, asked, *args, **options)
+                if _here.counted == counted:  # they did not hand it back
+                    report._ran(*args, **options)
+                return out
             try:
                 out = sdpa.scaled_dot_product_attention(*args, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -194,6 +227,9 @@ def replace_sdpa() -> Iterator[Report]:
     - torch's MultiheadAttention where it is asked for weights, as it is by default (pass need_weights=False), and it
       and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
+    - modes and classes with a `__torch_function__` that know torch's function from before, by a table say, and all of
+      them in compiled code; else they may take the call, of the function that stands there (`func is F....`).
+    What torch serves and ours refuses, head dims past 256 say (an image decoder's), must run outside.
     A model that checkpoints activations calls the function again in its backward pass: run that inside too.
     Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is
     called while it is the last that was entered. What stands there can't be pickled, nor scripted by torch.jit.script.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite.integrations import packing
 from flashattn_lite.integrations import transformers as integration
 from flashattn_lite.target import interpreting
 
@@ -110,9 +111,9 @@ def test_the_same_text_comes_out(device, name, cache):
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences_are_kept_apart(device, name, monkeypatch):
     """By cu_seq_lens alone: positions go on, as if they were one. Half of these layers have a window's mask too."""
-    packed, varlen = [], integration.attention_varlen
+    packed, varlen = [], packing.attention_varlen
     monkeypatch.setattr(
-        integration, "attention_varlen", lambda *args, **options: packed.append(0) or varlen(*args, **options)
+        packing, "attention_varlen", lambda *args, **options: packed.append(0) or varlen(*args, **options)
     )
     ours, theirs = pair(name, device)
     x, ends = tokens(device, batch=1), [0, 7, 8, 24]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
+from flashattn_lite.integrations import packing
 from flashattn_lite.integrations import transformers as ours
 
 
@@ -53,9 +54,9 @@ def test_packed_queries_over_more_keys_are_kept_apart():
 @pytest.mark.parametrize("given", [{"max_length_q": 5, "max_length_k": 7}, {"max_length_k": 7}, {"max_length_q": 5}])
 def test_what_is_promised_of_queries_and_of_keys_is_handed_on(given, monkeypatch):
     seen = {}
-    varlen = ours.attention_varlen
+    varlen = packing.attention_varlen
     watched = lambda *args, **options: seen.update(options) or varlen(*args, **options)
-    monkeypatch.setattr(ours, "attention_varlen", watched)
+    monkeypatch.setattr(packing, "attention_varlen", watched)
     x, cu = torch.randn(1, 2, 9, 16), torch.tensor([0, 4, 9])
     ours.attention_forward(module(), x, x, x, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **given)
     for side in "qk":

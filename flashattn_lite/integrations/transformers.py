@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.api import attention, attention_varlen
+from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
+from flashattn_lite.integrations.packing import biased, check_packing, kept_apart, packed_forward
 from flashattn_lite.tiles import lowered
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
@@ -37,7 +38,8 @@ def register(name: str = "attn_lite") -> None:
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys.
     Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by positions
-    that start anew (then transformers makes a mask of all pairs, beside a cache none).
+    that start anew, in models that hand them to their masks (then transformers makes one of all pairs, beside a cache
+    none). Beside a cache chunks (Llama 4) are counted from the row's start: pack with `use_cache=False` there.
 
     Raises:
         ImportError: transformers is not there, or older than 5.
@@ -46,8 +48,9 @@ def register(name: str = "attn_lite") -> None:
             torch's function), keys that indices choose (DeepSeek), sinks per query, head dims above 256, and models
             that by transformers' account take neither torch's function nor others and ask for a mask (Bloom, MPT,
             CLAP). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look up a class of
-            their own by the name end in a KeyError (Falcon, SAM, BARK): load those that have "sdpa" with it, and call
-            `flashattn_lite.install`. Continuous batching is refused by transformers.
+            their own by the name end in a KeyError (Falcon, SAM, BARK, Data2VecVision; GPT-Neo and GIT, which have no
+            "sdpa"): load those that have "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is
+            refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -84,9 +87,7 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
         NotImplementedError: for a model that can't do with it. It would add this mask, or none, to scores of its own.
     """
     kind, functions = getattr(config, "model_type", None), functions_of(type(config))
-    if kind in REWRITES_MASKS or functions == "none":
-        remedy = 'Load the model with attn_implementation="eager".'
-        raise not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
+    refuse_rewriting(kind, config, functions == "none")
     from transformers.masking_utils import sdpa_mask
 
     # That no mask means causal is for modules to say, of which those may not that torch's function is not for. And
@@ -95,6 +96,13 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     if getattr(config, "num_kv_shared_layers", 0) or silent:
         options["allow_is_causal_skip"] = False
     return sdpa_mask(*args, config=config, **options)
+
+
+def refuse_rewriting(kind: str | None, config: Any, always: bool = False) -> None:
+    """Raises for a model that makes something else of a boolean mask."""
+    if always or kind in REWRITES_MASKS:
+        remedy = 'Load the model with attn_implementation="eager".'
+        raise not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
 
 
 def functions_of(config: type) -> str:
@@ -175,15 +183,16 @@ def attention_forward(
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
         largest = max(query, value, key=lambda x: x.shape[-1])
         raise not_implemented("query", f"head dims go up to {MAX_HEAD_DIM}", largest, OTHER_IMPLEMENTATION)
-    if cu_seq_lens_q is not None and query.shape[0] != 1:
-        remedy = "Pack the sequences into one row, or pad them to a batch and leave these out."
-        raise not_implemented("cu_seq_lens_q", "packed sequences must come in a batch of one", query, remedy)
+    check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
         raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
+    config = getattr(module, "config", None)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        refuse_rewriting(getattr(config, "model_type", None), config)  # of a mask that was given, nobody asked before
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
@@ -208,32 +217,3 @@ def attention_forward(
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
-
-
-def packed_forward(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict[str, Any], others: Any
-) -> Tensor:
-    """(1, L, Hq, Dv) of sequences that no mask keeps apart, nor hides what lies before a window."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
-    longest = {f"max_seqlen_{x}": n for x in "qk" if isinstance(n := others.get(f"max_length_{x}"), int)}
-    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, None), **options, **longest})
-    assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
-
-
-def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor | None:
-    """A mask, or none, that hides the keys of other packed sequences too."""
-    of_q, of_k = (
-        torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
-        for cu, n in ((cu_q, len_q), (cu_k, len_k))
-    )
-    same = of_q.unsqueeze(1) == of_k
-    return mask & same if mask is not None and mask.dtype == torch.bool else biased(same, mask)
-
-
-def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What a mask hides and a bias adds, as one mask."""
-    if mask is None or bias is None:
-        return bias if mask is None else mask
-    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias

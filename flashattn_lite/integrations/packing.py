@@ -1,0 +1,86 @@
+"""Packed sequences as transformers hands them to an attention function: where they begin and end in a batch of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flashattn_lite.api import attention_varlen
+from flashattn_lite.errors import not_implemented, value_error
+from flashattn_lite.flops import known
+
+OF_THE_TEXT = (
+    "Where they are a text's and this is another part of its model, load that with torch's attention: "
+    'attn_implementation={"text_config": "attn_lite", "vision_config": "sdpa"}, say.'
+)
+_read: Any = WeakIdKeyDictionary()  # packed lengths -> (version, the numbers): for all layers of a step at once
+
+
+def numbers_of(cu: Tensor) -> list[int] | None:
+    """None where nobody may read them: in compiled code, in a graph that is captured."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not known(cu):
+        return None
+    version = None if cu.is_inference() else cu._version
+    if version is None or _read.get(cu, (None,))[0] != version:
+        _read[cu] = version, cu.tolist()
+    return _read[cu][1]
+
+
+def check_packing(query: Tensor, key: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+    """That packed lengths, if there are any, are those of this query and key, of which a cache may have room for more.
+
+    Models of images and texts hand those of the text to both.
+    """
+    if cu_q is None and cu_k is None:
+        return
+    if cu_q is None or cu_k is None:
+        missing, other = ("cu_seq_lens_q", "cu_seq_lens_k") if cu_q is None else ("cu_seq_lens_k", "cu_seq_lens_q")
+        remedy = "Pass both, the same twice where keys are packed as queries are."
+        raise value_error(missing, f"must come with {other}", None, remedy)
+    if query.shape[0] != 1:
+        remedy = f"Pack the sequences into one row, or pad them to a batch and leave these out. {OF_THE_TEXT}"
+        raise not_implemented("cu_seq_lens_q", "packed sequences must come in a batch of one", query, remedy)
+    room = mask is not None or query.shape[2] != key.shape[2]
+    sides = ("cu_seq_lens_q", cu_q, query.shape[2], False), ("cu_seq_lens_k", cu_k, key.shape[2], room)
+    for name, cu, length, less in sides:
+        if cu.dim() != 1:
+            raise value_error(name, "must be (sequences + 1,)", cu, "Pass where each sequence begins, and the end.")
+        ends = numbers_of(cu)
+        if ends is None:
+            continue
+        if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > length or (ends[-1] < length and not less):
+            relation = f"must ascend from 0 to the length of what is attended ({length})"
+            raise value_error(name, relation, ends, f"Correct the lengths. {OF_THE_TEXT}")
+
+
+def packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict[str, Any], others: Any
+) -> Tensor:
+    """(1, L, Hq, Dv) of sequences that no mask keeps apart, nor hides what lies before a window."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
+    told = {f"max_seqlen_{x}": others.get(f"max_length_{x}") for x in "qk"}
+    longest = {name: length for name, length in told.items() if isinstance(length, int)}
+    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, None), **options, **longest})
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)
+
+
+def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor | None:
+    """A mask, or none, that hides the keys of other packed sequences too."""
+    of_q, of_k = (
+        torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
+        for cu, n in ((cu_q, len_q), (cu_k, len_k))
+    )
+    same = of_q.unsqueeze(1) == of_k
+    return mask & same if mask is not None and mask.dtype == torch.bool else biased(same, mask)
+
+
+def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """What a mask hides and a bias adds, as one mask."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias

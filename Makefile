@@ -28,7 +28,7 @@ test: setup  ## the suite: CPU (and GPU where there is one), Triton's interprete
 	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST) $(QUICK); else echo 'no Triton: no interpreter run'; fi
 	$(PYTEST) --without-triton $(TORCH_ONLY)
 
-test-exhaustive: setup  ## what test leaves out: kernels compiled in more tiles; for who changes one (on two cores twelve minutes)
+test-exhaustive: setup  ## what test leaves out: kernels compiled in more tiles; for who changes one (on two cores more than ten minutes)
 	$(PYTEST) -m exhaustive
 	if $(RUN) -c 'import triton' 2>/dev/null; then TRITON_INTERPRET=1 $(PYTEST) -m exhaustive; fi
 

@@ -79,7 +79,7 @@ def first_call(name: str, dim: int, length: int, steps: bool) -> dict[str, float
 
 def in_a_process(folder: str, *args: Any) -> dict[str, float]:
     """`first_call(*args)` in a fresh process that keeps in that folder what it compiles."""
-    code = f"from benchmarks import first_call; print(first_call.json.dumps(first_call.first_call(*{args!r})))"
+    code = f"import json; from benchmarks.first_call import first_call; print(json.dumps(first_call(*{args!r})))"
     kept = {variable: str(Path(folder) / variable) for variable in KEPT}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | kept, capture_output=True, text=True, check=False

@@ -228,7 +228,7 @@ def replace_sdpa() -> Iterator[Report]:
       and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
     - modes and classes with a `__torch_function__` that know torch's function from before, by a table say, and all of
-      them in compiled code; else they may take the call, of the function that stands there (`func is F....`).
+      them in compiled code; else they may take the call, and `func` is what stands in the place of torch's function.
     What torch serves and ours refuses, head dims past 256 say (an image decoder's), must run outside.
     A model that checkpoints activations calls the function again in its backward pass: run that inside too.
     Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is

@@ -87,7 +87,8 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
         NotImplementedError: for a model that can't do with it. It would add this mask, or none, to scores of its own.
     """
     kind, functions = getattr(config, "model_type", None), functions_of(type(config))
-    refuse_rewriting(kind, config, functions == "none")
+    if kind in REWRITES_MASKS or functions == "none":
+        raise not_served(config)
     from transformers.masking_utils import sdpa_mask
 
     # That no mask means causal is for modules to say, of which those may not that torch's function is not for. And
@@ -98,11 +99,10 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     return sdpa_mask(*args, config=config, **options)
 
 
-def refuse_rewriting(kind: str | None, config: Any, always: bool = False) -> None:
-    """Raises for a model that makes something else of a boolean mask."""
-    if always or kind in REWRITES_MASKS:
-        remedy = 'Load the model with attn_implementation="eager".'
-        raise not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
+def not_served(config: Any) -> NotImplementedError:
+    """Of a model that would do something else with the mask that it is given."""
+    remedy = 'Load the model with attn_implementation="eager".'
+    return not_implemented("config", "its model must take torch's attention, or others by name", config, remedy)
 
 
 def functions_of(config: type) -> str:
@@ -191,8 +191,9 @@ def attention_forward(
         remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
         raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
     config = getattr(module, "config", None)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        refuse_rewriting(getattr(config, "model_type", None), config)  # of a mask that was given, nobody asked before
+    rewrites = getattr(config, "model_type", None) in REWRITES_MASKS
+    if rewrites and attention_mask is not None and attention_mask.dtype == torch.bool:
+        raise not_served(config)  # a mask of the caller's, for which nobody asked `attention_mask`
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))

@@ -45,7 +45,8 @@ class Parts:
         batch, self.heads, self.rows, self.dim = sizes(x, packed)
         self.packed, self.count, self.device = packed, batch * self.heads * self.rows, x.device
         width = triton.cdiv(self.dim, ALIGNED) * ALIGNED
-        self.shape = (3, batch, self.heads, max(self.rows, 1), width)  # no map of an empty tensor, which nobody reads
+        # There is no map of an empty tensor, which nobody reads.
+        self.shape = (3, *(max(size, 1) for size in (batch, self.heads, self.rows)), width)
         self.start = Starter(parts_kernel, triton.cdiv(self.count, ROWS), {"num_warps": 4, **AS_WRITTEN})
 
     def empty(self) -> Tensor:

@@ -6,15 +6,16 @@ numbers from a counter: with equal shares of the units some programs end late, a
 step of a program takes one unit in and writes one out:
 
 1. its copy, begun AHEAD steps before by cp.async, has landed; the copy of a later unit begins in the slot that is free,
-   and the number of the next one is drawn;
+   and the number of the next one is drawn, as long as there are any;
 2. (top, l_i) of the unit, the same state as in `softmax.py`, is published as the unit's part;
 3. of the unit LAG steps back all parts of its row are merged and y = exp(x - top) / l_i is written.
 
 So nobody stands and waits for neighbours: their parts were published while this program worked on its last units. A
-look at them goes out at a step's begin and is needed at its end. Invariant: in a step a program publishes its part
-before it waits for anything, and numbers only grow, so that no two wait for each other unless one of them has more than
-LAG + 1 units of a row. And nobody waits for ever: after PATIENCE looks a program computes all parts of a row itself,
-because nothing promises that its neighbours are on the GPU, or how fast they are.
+look at them goes out at a step's begin and is needed behind the unit's own part: that others may need, so it waits for
+neither look nor draw. Invariant: in a step a program publishes its part before it waits for anything, and numbers only
+grow, so that no two wait for each other unless one of them has more than LAG + 1 units of a row. And nobody waits for
+ever: after PATIENCE looks a program computes all parts of a row itself, because nothing promises that its neighbours
+are on the GPU, or how fast they are.
 
 A part bears the launch's epoch (softmax_exchange.py), a number that no launch had before for this memory, which began
 as zeros: neither a count nor a fence nor a clearing is needed. Parts are merged in one order by whoever needs them,
@@ -29,7 +30,7 @@ twice, for maximum and sum, and none is kept in registers.
 Each element is read once from global memory, three times from shared memory, and written once. Shared memory: SLOTS
 units of raw elements (LAG + 1 of them held, AHEAD on their way) and seven values a warp, by which warps exchange their
 states; for rows between 16-byte addresses a float32 more for each place in a chunk. Barriers of a step: before a slot
-is filled anew, when a copy has landed, between its two readings, at the exchange. A bfloat16 element costs 14
+is filled anew, when a copy has landed, between its two readings, at the two exchanges. A bfloat16 element costs 14
 instructions with 64 of them a thread, 10 in PARTS 1 with 128.
 
 | file | what of it |
@@ -162,28 +163,29 @@ def ring_kernel(
     for j in gl.static_range(AHEAD):
         begin(x_ptr, j, numbers[LAG + j], units, cols, sizes, x_strides, ring, T)
     while numbers[0] < units:  # of LAG steps ago
-        unit, late = numbers[LAG], gl.maximum(numbers[0], 0)
+        unit, late, last = numbers[LAG], gl.maximum(numbers[0], 0), numbers[LAG + AHEAD]
         y_start, tile, split = start_of(late, sizes, y_strides, T)
         if T.PARTS > 1:
-            next_w = draw(counter_ptr, gl.SliceLayout(1, T.TILE))
+            next_w = gl.full([T.WARPS], 0, gl.int32, gl.SliceLayout(1, T.TILE))
+            if last < units:  # else no later one is
+                next_w = draw(counter_ptr, gl.SliceLayout(1, T.TILE))
             parts = look(parts_ptr, tile, splits, T.PARTS)
-        begin(x_ptr, i + AHEAD, numbers[LAG + AHEAD], units, cols, sizes, x_strides, ring, T)
+        begin(x_ptr, i + AHEAD, last, units, cols, sizes, x_strides, ring, T)
         async_copy.wait_group(AHEAD)
         if unit < units:
             start, window = slot_of(unit, cols, sizes, x_strides, T)
             if not T.EVEN:
                 clear(x_ptr + start, ring, i % T.SLOTS, window, DTYPE, T)
             offer_state(ring, i % T.SLOTS, window, rooms, DTYPE, T, True)
-        if T.PARTS > 1:
-            number_s.store(next_w)
-            offer(parts, epoch, row_rooms)
         top, l_i = merged(rooms[0], rooms[1])
-        later = numbers[LAG + AHEAD] + programs
+        later = last + programs
         if T.PARTS > 1:
-            later = gl.max(of_all(number_s), 0) + (AHEAD + 1) * programs
             if unit < units:
                 publish(parts_ptr, unit, top, l_i, epoch)
+            number_s.store(next_w)
+            offer(parts, epoch, row_rooms)
             found = taken(row_rooms)
+            later = gl.where(last < units, gl.max(of_all(number_s), 0) + (AHEAD + 1) * programs, units)
         if numbers[0] >= 0:
             if T.PARTS > 1:
                 top, l_i = awaited(found, x_ptr, parts_ptr, tile, epoch, cols, sizes, x_strides, rooms, row_rooms,

@@ -182,9 +182,8 @@ def test_names_that_are_refused(name, error, text):
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("dropout", 0.1), ("output_attentions", True), ("cache", object()), ("indices", torch.zeros(1, 4, 2)),
-     ("block_indices", torch.zeros(1, 4, 2)), ("sinks", torch.zeros(1, 2, 4, 1))],
-)  # fmt: skip
+    [("dropout", 0.1), ("output_attentions", True), ("cache", object()), ("sinks", torch.zeros(1, 2, 4, 1))],
+)
 def test_what_it_does_not_do_is_named(argument, value):
     q = torch.randn(1, 2, 4, 8)
     integration.attention_forward(torch.nn.Module(), q, q, q, None, indices=None, block_indices=None, sinks=None)

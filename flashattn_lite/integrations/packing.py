@@ -76,7 +76,12 @@ def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_
         for cu, n in ((cu_q, len_q), (cu_k, len_k))
     )
     same = of_q.unsqueeze(1) == of_k
-    return mask & same if mask is not None and mask.dtype == torch.bool else biased(same, mask)
+    return joined(mask, same)
+
+
+def joined(mask: Tensor | None, kept: Tensor) -> Tensor | None:
+    """A mask, or none, that hides what is not kept, of booleans, too."""
+    return mask & kept if mask is not None and mask.dtype == torch.bool else biased(kept, mask)
 
 
 def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

@@ -11,18 +11,15 @@ from torch import Tensor
 from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
-from flashattn_lite.integrations.packing import biased, check_packing, kept_apart, packed_forward
+from flashattn_lite.integrations.chosen import chosen_mask, seen_or_mean
+from flashattn_lite.integrations.packing import biased, check_packing, joined, kept_apart, packed_forward
 from flashattn_lite.tiles import lowered
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)
 OTHER_IMPLEMENTATION = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
 # What some models hand to a function by another name than "eager" and "sdpa": without it the result is another.
-UNKNOWN = {
-    "indices": "keys chosen by indices are not implemented",
-    "block_indices": "blocks of keys chosen by indices are not implemented",
-    "sinks": "sinks that differ from query to query are not implemented",
-}
+UNKNOWN = {"sinks": "sinks that differ from query to query are not implemented"}
 # By model_type: models that torch's function is not for (no soft caps, no sinks), whose modules say if they are causal.
 SAY_CAUSAL = ("gemma2", "gpt_oss")
 _functions: dict[type, str] = {}
@@ -39,18 +36,19 @@ def register(name: str = "attn_lite") -> None:
     that they would say. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys.
     Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by positions
     that start anew, in models that hand them to their masks (then transformers makes one of all pairs, beside a cache
-    none). Beside a cache chunks (Llama 4) are counted from the row's start: pack with `use_cache=False` there.
+    none). Beside a cache chunks (Llama 4) are counted from the row's start: pack with `use_cache=False` there. Keys
+    that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
+    keys are read still.
 
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
-            torch's function), keys that indices choose (DeepSeek), sinks per query, head dims above 256, and models
-            that by transformers' account take neither torch's function nor others and ask for a mask (Bloom, MPT,
-            CLAP). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look up a class of
-            their own by the name end in a KeyError (Falcon, SAM, BARK, Data2VecVision; GPT-Neo and GIT, which have no
-            "sdpa"): load those that have "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is
-            refused by transformers.
+            torch's function), sinks per query, head dims above 256, and models that by transformers' account take
+            neither torch's function nor others and ask for a mask (Bloom, MPT, CLAP). Some run their own attention
+            without a word (XLNet, DeBERTa, WavLM). Models that look up a class of their own by the name end in a
+            KeyError (Falcon, SAM, BARK, Data2VecVision; GPT-Neo and GIT, which have no "sdpa"): load those that have
+            "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -154,6 +152,8 @@ def attention_forward(
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it: (out `(B, L, Hq, Dv)`, None in the place of the weights).
@@ -165,6 +165,7 @@ def attention_forward(
         softcap, s_aux: soft cap and sinks `(Hq,)`. position_bias: added to the scores. scaling: default 1 / sqrt(D).
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin and end in a batch of one, `(sequences + 1,)`. They
             are kept apart, whatever the mask says; without a mask as `attention_varlen` does it, in linear memory.
+        indices, block_indices: keys, or blocks of them, that a query sees of what the mask leaves (chosen.py).
         others: what transformers tells every function (a window, say, which the mask has in it).
 
     Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.
@@ -201,6 +202,8 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
+    chosen = chosen_mask(module, query, key, indices, block_indices)
+    attention_mask = attention_mask if chosen is None else joined(attention_mask, chosen)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
@@ -217,4 +220,6 @@ def attention_forward(
         **options,
     )
     assert isinstance(out, Tensor)
+    if block_indices is not None and attention_mask is not None:
+        out = seen_or_mean(out, value, attention_mask)
     return out.transpose(1, 2).contiguous(), None

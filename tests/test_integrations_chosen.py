@@ -80,14 +80,14 @@ def test_what_a_mask_and_causality_hide_stays_hidden(kind, rows, device):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_choose_keys(name, device, monkeypatch):
+def test_models_that_choose_keys(name, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     fa.integrations.transformers.register()
     model_name, options = MODELS[name]
     Config = getattr(transformers, f"{model_name}Config", None)
     if Config is None:
         pytest.skip(f"this transformers has no {model_name}")
-    ids = torch.randint(3, 99, (2, 23), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(3, 99, (2, 23), generator=torch.Generator().manual_seed(1))
     padded = torch.ones_like(ids)
     padded[0, :6] = 0
     results, hidden = [], []
@@ -105,7 +105,7 @@ def test_models_that_choose_keys(name, device, monkeypatch):
             for parameter in model.parameters():  # scores that are not all alike
                 if parameter.dim() > 1:
                     parameter.copy_(torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5))
-        model = model.to(device).eval()
+        model = model.eval()
         with torch.no_grad():
             whole, of_padded = model(ids).logits, model(ids, attention_mask=padded).logits[padded.bool()]
             answer = model.generate(ids, attention_mask=padded, max_new_tokens=6, do_sample=False, eos_token_id=None)

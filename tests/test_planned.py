@@ -37,8 +37,6 @@ GPUS = {
     "B200": Target("cuda", 100, "sm_100", multiprocessors=148),
     "MI300X": Target("hip", "gfx942", "gfx942", multiprocessors=304),
 }
-
-
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashattn_lite.errors import not_implemented, value_error
 
-LOAD_OTHER = 'Load the model with attn_implementation="eager".'
+OF_THIS = "Pass what the layer's own indexer chose for these queries."
 
 
 def chosen_mask(
@@ -24,16 +24,17 @@ def chosen_mask(
     mask = None
     if indices is not None:
         if indices.dim() != 3 or indices.shape[:2] != (batch, len_q):
-            raise value_error("indices", f"must be (B, L, count) with (B, L) = {(batch, len_q)}", indices, LOAD_OTHER)
+            raise value_error("indices", f"must be (B, L, count) with (B, L) = {(batch, len_q)}", indices, OF_THIS)
         mask = marked(indices, len_k).unsqueeze(1)
     if block_indices is not None:
         size = getattr(getattr(module, "indexer", None), "block_size", None)
         if not isinstance(size, int):
-            raise not_implemented("block_indices", "the module's indexer must say its block_size", size, LOAD_OTHER)
+            remedy = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
+            raise not_implemented("block_indices", "the module's indexer must say its block_size", size, remedy)
         shape = block_indices.shape
         if len(shape) != 4 or (shape[0], shape[2]) != (batch, len_q) or heads % shape[1]:
             relation = f"must be (B, groups of {heads} heads, L, count) with (B, L) = {(batch, len_q)}"
-            raise value_error("block_indices", relation, block_indices, LOAD_OTHER)
+            raise value_error("block_indices", relation, block_indices, OF_THIS)
         of_groups = marked(block_indices, -(-len_k // size)).repeat_interleave(size, -1)[..., :len_k]
         of_heads = of_groups.repeat_interleave(heads // shape[1], 1)
         mask = of_heads if mask is None else mask & of_heads

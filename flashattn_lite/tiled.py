@@ -63,8 +63,8 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
             out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
             for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
                 acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
-                result = acc[..., : problem.head_dim_v] * inv_l.unsqueeze(-1)
-                tile.rows(out_rows).copy_(result.view(*tile.shape, -1))
+                acc, inv_l = (x.view(*tile.shape, -1) for x in (acc[..., : problem.head_dim_v], inv_l))
+                torch.mul(acc, inv_l, out=tile.rows(out_rows))
                 tile.rows(lse_rows).copy_(lse_tile.view(tile.shape))
 
 
@@ -79,11 +79,10 @@ class RowPass:
         factor = problem.scale * LOG2E if problem.softcap is None else 1.0
         q = tile.packed(seq.q).to(self.dtype)
         scaled = q * factor
-        past = torch.isinf(scaled).any(-1)
         self.late: Tensor | None = None  # what scores are still to be multiplied by
-        if not self.on_host or bool(past.any()):
+        if not self.on_host or not bool(torch.isfinite(scaled.sum())):
             # Finite rows that the factor takes past the range get it behind the product; by 1 others keep their bits.
-            past &= torch.isfinite(q).all(-1)
+            past = torch.isinf(scaled).any(-1) & torch.isfinite(q).all(-1)
             scaled = torch.where(past.unsqueeze(-1), q, scaled)
             self.late = q.new_ones(past.shape).masked_fill_(past, factor).unsqueeze(-1)
         self.q = operand(scaled, self.dtype)

@@ -15,6 +15,8 @@ from flashattn_lite.forks import computed_once
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import add_mask, visible
 
+MOST_BIASES = 16  # tiles kept, of some 256 KB each
+
 
 def as_written(device: torch.device) -> AbstractContextManager[None]:
     """Every product in the dtypes of its operands, also inside a caller's torch.autocast."""
@@ -97,6 +99,11 @@ class Sequences:
             return None
         most = min(self.k.shape[2], torch.iinfo(lens.dtype).max)
         return (lens if self.batch is None else lens[self.batch]).clamp(0, most)
+
+    @computed_once
+    def biases(self) -> dict[tuple[int, int, int], Tensor]:
+        """What `RowTile.bias` made by positions alone: tiles of all heads, and others as far apart, have the same."""
+        return {}
 
     def row_tiles(self, shape: TileShape) -> Iterator[list[RowTile]]:
         """The row tiles of one chunk of slots after the other."""
@@ -248,9 +255,23 @@ class RowTile:
         if self.of.problem.features.mask == "float":
             assert self.of.mask is not None
             grouped.copy_(add_mask(grouped, self.mask(self.of.mask, n)))
-        seen = self.seen(n)
-        if seen is not None and finite:
-            grouped += s.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        elif seen is not None:
+        if finite and (bias := self.bias(n, s.dtype)) is not None:
+            grouped += bias
+        elif not finite and (seen := self.seen(n)) is not None:
             grouped.masked_fill_(~seen, -torch.inf)
         return s
+
+    def bias(self, n: slice, dtype: torch.dtype) -> Tensor | None:
+        """`seen` as what is added to scores: 0 where a pair is visible, else -inf."""
+        by_position = self.of.lens is None and self.of.problem.features.mask != "bool"
+        place = self.m.start - n.start, self.m.stop - self.m.start, n.stop - n.start
+        if by_position and place in self.of.biases:
+            return self.of.biases[place]
+        if (seen := self.seen(n)) is None:
+            return None
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        if by_position:
+            if len(self.of.biases) == MOST_BIASES:  # of steps that share no factor hardly one comes again
+                self.of.biases.clear()
+            self.of.biases[place] = bias
+        return bias

@@ -36,12 +36,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 each_feature = pytest.mark.parametrize("feature", FEATURES)
 
 
-@pytest.fixture(params=["whole", "small_tiles"])
+SMALL = {"small_tiles": TileShape(rows=5, keys=7, slots=3), "square_tiles": TileShape(rows=4, keys=4, slots=2)}
+
+
+@pytest.fixture(params=["whole", *SMALL])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles as they are (these problems fit in one), and tiles so small that every edge of them is crossed."""
-    if request.param == "small_tiles":
+    """Tiles as they are (these problems fit in one), so small that every edge is crossed, and square ones, of which
+    many lie alike about a diagonal.
+    """
+    if request.param in SMALL:
         for module in (tiled, tiled_backward):
-            monkeypatch.setattr(module, "tile_of", lambda *_: TileShape(rows=5, keys=7, slots=3))
+            monkeypatch.setattr(module, "tile_of", lambda *_: SMALL[request.param])
 
 
 def pose(

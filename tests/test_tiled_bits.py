@@ -1,4 +1,4 @@
-"""The CPU path: a row has its bits whatever shares the call with it, in every layout."""
+"""The CPU path: a row has its bits whatever shares the call with it, in every layout; what tiles share is bounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import flashattn_lite as fa
+from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.testing.tensors import lay_out
+from flashattn_lite.tiles import MOST_BIASES, TileShape, sequences
 
 LAYOUTS = {
     "columns two apart": lambda *shape: torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2],
@@ -51,3 +53,16 @@ def test_a_sequence_and_a_head_have_their_bits_however_they_lie(laid, dtype, bac
         for alone in ((slice(1, 2),), (slice(None), slice(0, 1))):
             of_one = result(*(x if x is None else x[alone] for x in tensors))
             assert all(torch.equal(x[alone], one) for x, one in zip(whole, of_one, strict=True))
+
+
+def test_what_positions_hide_is_kept_for_few_tiles():
+    q, k = torch.randn(2, 4, 23, 16), torch.randn(2, 4, 37, 16)
+    plain = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))
+    inputs = Inputs(q, k, k)
+    (of,) = sequences(describe(inputs, causal=True, scale=1.0, **plain), inputs)
+    most = 0
+    for tile in (tile for tiles in of.row_tiles(TileShape(rows=5, keys=7, slots=4)) for tile in tiles):
+        for n, _ in tile.visited():
+            tile.bias(n, torch.float32)
+            most = max(most, len(of.biases))
+    assert most == MOST_BIASES

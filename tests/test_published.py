@@ -128,6 +128,17 @@ def test_the_aims_are_compared_with_the_results_of_an_h100():
     }
 
 
+def test_where_the_cpu_path_stands():
+    rows = tables.results(provenance.RESULTS / "cpu")("attention")
+    cells = tables.speeds(rows, "ms", "causal", "len_q")
+    lengths = sorted({int(length) for _, length in cells} - {128})
+    for causal, name in (("False", "full"), ("True", "causal")):
+        ratios = [cells[causal, str(n)]["torch"] / cells[causal, str(n)]["flashattn_lite"] for n in (*lengths, 128)]
+        assert f"\n| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |\n" in PAGE
+    (commit,) = {row["commit"] for row in rows}
+    assert f"before {commit}, which looks for infinities" in PAGE
+
+
 def statistics_reached():
     """Of a read: rows at 16-byte addresses of many bytes, of few, and odd rows."""
     whole, odd, small = {}, {}, []

@@ -10,9 +10,9 @@ from flashattn_lite.state import LOG2E
 LOWEST, HIGHEST = -3.4028234663852886e38, 3.4028234663852886e38  # finite float32
 
 
-def to_log2(s: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scaled and soft-capped scores in log2 units, from raw dot products s [..., M, N]."""
-    return s * (scale * LOG2E) if softcap is None else cap(s, scale, softcap)
+def to_log2_(s: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scaled and soft-capped scores in log2 units, from raw dot products s [..., M, N], which it may write over."""
+    return s.mul_(scale * LOG2E) if softcap is None else cap(s, scale, softcap)
 
 
 def cap(s: Tensor, scale: float, softcap: float) -> Tensor:

@@ -57,12 +57,9 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
     with as_written(problem.device):
         for seq in sequences(problem, inputs):
             shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
-            slots = max(2, min(shape.slots, seq.q.shape[0] * problem.heads_kv))
-            scores = slots * problem.group * shape.rows * min(shape.keys, seq.k.shape[2])
-            buffer = inputs.q.new_empty(scores, dtype=torch.promote_types(problem.dtype, torch.float32))
-            out_rows, lse_rows = seq.of_rows(out), seq.of_rows(lse)
+            room, out_rows, lse_rows = seq.room(shape), seq.of_rows(out), seq.of_rows(lse)
             for tile in itertools.chain.from_iterable(seq.row_tiles(shape)):
-                acc, inv_l, lse_tile = RowPass(seq, tile, buffer).run()
+                acc, inv_l, lse_tile = RowPass(seq, tile, room).run()
                 acc, inv_l = (x.view(*tile.shape, -1) for x in (acc[..., : problem.head_dim_v], inv_l))
                 torch.mul(acc, inv_l, out=tile.rows(out_rows))
                 tile.rows(lse_rows).copy_(lse_tile.view(tile.shape))
@@ -71,9 +68,9 @@ def forward(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor)
 class RowPass:
     """The passes of one row tile over its keys; the last one gives (acc, inv_l, lse)."""
 
-    def __init__(self, seq: Sequences, tile: RowTile, buffer: Tensor) -> None:
+    def __init__(self, seq: Sequences, tile: RowTile, room: Tensor) -> None:
         problem = seq.problem
-        self.seq, self.tile, self.buffer = seq, tile, buffer
+        self.seq, self.tile, self.room = seq, tile, room
         self.on_host = problem.device.type == "cpu"  # only there may the next step depend on a value
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         factor = problem.scale * LOG2E if problem.softcap is None else 1.0
@@ -159,7 +156,7 @@ class RowPass:
 
     def scores(self, n: slice, whole: bool, finite: bool = False) -> Tensor:
         """[slots, rows, keys] in log2 units, -inf where invisible; `whole`: every pair is visible."""
-        s = product(self.q, self.keys(self.seq.k, n).mT, self.buffer)
+        s = product(self.q, self.keys(self.seq.k, n).mT, self.room)
         if self.late is not None:
             s.mul_(self.late)
         if (softcap := self.seq.problem.softcap) is not None:

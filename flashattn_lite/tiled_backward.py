@@ -21,7 +21,7 @@ from torch import Tensor
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.products import add_product_, operand, product
-from flashattn_lite.scores import to_log2
+from flashattn_lite.scores import to_log2_
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
 
@@ -61,8 +61,11 @@ def backward(
     with as_written(problem.device):
         for seq in sequences(problem, inputs) if lse.numel() else ():
             rows = tuple(map(seq.of_rows, (out, lse, d_out, d_lse)))
-            for tiles in seq.row_tiles(tile_of(problem, seq.q.shape[3], seq.k.shape[2])):
-                chunk = Chunk(seq, tiles, grads)
+            shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
+            in_room = problem.device.type == "cpu" or problem.dtype.itemsize >= 4  # else `product` takes none
+            rooms = [seq.room(shape) if in_room else None for _ in range(2)]
+            for tiles in seq.row_tiles(shape):
+                chunk = Chunk(seq, tiles, grads, rooms)
                 for tile in tiles:
                     chunk.add(tile, *rows)
                 chunk.store()
@@ -74,20 +77,29 @@ def _cast(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
     return grad if grad is None or x is None else grad.to(x.dtype)
 
 
-class Chunk:
-    """The row tiles of some slots, and what they add up to for the keys of these slots."""
+def not_finite(x: Tensor, wide: torch.dtype) -> Tensor:
+    """[...] of x [..., columns]: rows with what is not finite. On the CPU a finite sum says that there is none."""
+    if x.device.type == "cpu" and bool(torch.isfinite(x.sum(dtype=wide))):
+        return x.new_zeros(x.shape[:-1], dtype=torch.bool)
+    return ~torch.isfinite(x).all(-1)
 
-    def __init__(self, seq: Sequences, tiles: list[RowTile], grads: Grads) -> None:
+
+class Chunk:
+    """The row tiles of some slots, and what they add up to for the keys of these slots.
+
+    rooms: for a tile's P and dS.
+    """
+
+    def __init__(self, seq: Sequences, tiles: list[RowTile], grads: Grads, rooms: list[Tensor | None]) -> None:
         self.seq, self.problem, self.tile = seq, seq.problem, tiles[0]
         self.dq, self.dk, self.dv, self.dmask, self.dsinks = grads
+        self.of_p, self.of_ds = rooms
         on_host = self.problem.device.type == "cpu"
         self.wide = torch.promote_types(self.problem.dtype, torch.float32)
         # Operands of products: float32 on the CPU, the inputs' own dtype on a GPU, with float32 sums.
         self.narrow = self.wide if on_host else self.problem.dtype
-        bad = ~(
-            torch.isfinite(seq.k[self.tile.b, self.tile.h]).all(-1)
-            & torch.isfinite(seq.v[self.tile.b, self.tile.h]).all(-1)
-        )
+        k, v = (x[self.tile.b, self.tile.h] for x in (seq.k, seq.v))
+        bad = not_finite(k, self.wide) | not_finite(v, self.wide)
         self.bad_keys = bad.flatten(0, 1)  # [slots, S]
         self.poisoned = torch.zeros_like(self.bad_keys)
         self.keys_are_clean = on_host and not bool(bad.any())
@@ -116,7 +128,7 @@ class Chunk:
         if pairs is not None:
             poisoned |= pairs.any(-1)
             self.poisoned[:, n] |= pairs.any(1)
-        s = to_log2(product(rows.q, k.mT), self.problem.scale, self.problem.softcap)
+        s = to_log2_(product(rows.q, k.mT, self.of_p), self.problem.scale, self.problem.softcap)
         slope = None
         if self.problem.softcap is not None:
             slope = 1 - (s / (self.problem.softcap * LOG2E)).square_()
@@ -129,7 +141,7 @@ class Chunk:
         _, dk, dv = self.sums[n.start]
         if self.dv is not None:
             add_product_(dv, p.mT, rows.d_out)
-        ds = product(rows.d_out, v.mT).sub_(rows.delta.unsqueeze(-1)).mul_(p)
+        ds = product(rows.d_out, v.mT, self.of_ds).sub_(rows.delta.unsqueeze(-1)).mul_(p)
         if not whole:  # an unseen pair whose dP overflowed, or whose score, so that its slope is NaN
             unseen = p == 0
             ds.masked_fill_(unseen, 0.0)
@@ -195,7 +207,7 @@ class Rows:
         self.true_lse = state.reference(tile.packed(lse).to(wide) * LOG2E)
         self.true_delta = delta
         finite = torch.isfinite(self.true_lse) & torch.isfinite(delta)
-        self.bad = ~(finite & torch.isfinite(q).all(-1) & torch.isfinite(d_out_tile).all(-1))
+        self.bad = not_finite(q, wide) | not_finite(d_out_tile, wide) | ~finite
         self.are_clean = q.device.type == "cpu" and not bool(self.bad.any())
         self.lse, self.delta = self.true_lse, delta
         if not self.are_clean:
@@ -224,7 +236,7 @@ class Rows:
         if chunk.seq.sinks is not None:
             m_i, l_i = state.single(self.sinks())
         for n, whole in self.tile.visited():
-            s = to_log2(product(self.q, chunk.keys(chunk.seq.k, n).mT), problem.scale, problem.softcap)
+            s = to_log2_(product(self.q, chunk.keys(chunk.seq.k, n).mT), problem.scale, problem.softcap)
             m_i, l_i, _, _ = state.update(m_i, l_i, s if whole else self.tile.hide_(s, n), 1.0)
         coarse = coarse & ~self.bad
         self.lse = torch.where(coarse, state.reference(m_i), self.lse)

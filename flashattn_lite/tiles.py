@@ -105,6 +105,12 @@ class Sequences:
         """What `RowTile.bias` made by positions alone: tiles of all heads, and others as far apart, have the same."""
         return {}
 
+    def room(self, shape: TileShape) -> Tensor:
+        """For the scores of any one tile, flat: memory that each of them asked for anew would come page by page."""
+        slots = max(2, min(shape.slots, self.q.shape[0] * self.problem.heads_kv))
+        scores = slots * self.problem.group * shape.rows * min(shape.keys, self.k.shape[2])
+        return self.inputs.q.new_empty(scores, dtype=torch.promote_types(self.problem.dtype, torch.float32))
+
     def row_tiles(self, shape: TileShape) -> Iterator[list[RowTile]]:
         """The row tiles of one chunk of slots after the other."""
         batch, heads, _, len_q, _ = self.q.shape

@@ -265,3 +265,18 @@ def test_busy_processes_end_with_what_they_are_for():
     with cpu.busy(1) as others:
         assert [other.poll() for other in others] == [None]
     assert all(other.poll() for other in others)
+
+
+@pytest.mark.parametrize("wrong", ["out", "gradients"])
+def test_the_cpu_benchmark_finds_what_is_wrong(wrong, monkeypatch):
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    right = lambda q, k, v, causal: sdpa(q, k, v, is_causal=causal)
+    others = {
+        "out": lambda q, k, v, causal: sdpa(q, k, v),
+        "gradients": lambda q, k, v, causal: right(q, k, v, causal).detach() + 0 * (q + k + v),
+    }
+    q, k, v = (torch.randn(1, 2, 70, 8) for _ in range(3))
+    cpu.check(q, k, v, True)
+    monkeypatch.setattr(cpu, "PROVIDERS", {"torch": right, "other": others[wrong]})
+    with pytest.raises(AssertionError, match="other is wrong by"):
+        cpu.check(q, k, v, True)

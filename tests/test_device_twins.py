@@ -86,7 +86,7 @@ def tiles(seed: int, device: torch.device) -> list[torch.Tensor]:
 
 def by_the_twins(s, m_i, l_i, mask, features):
     offs_m, offs_n = torch.arange(M, device=s.device), torch.arange(N, device=s.device)
-    s = scores.to_log2(s, 0.25 * state.LN2, 3.0 if features.softcap else None)
+    s = scores.to_log2_(s.clone(), 0.25 * state.LN2, 3.0 if features.softcap else None)
     s = scores.add_mask(s, mask) if features.mask else s
     seen = scores.visible(offs_m, offs_n, -9 if features.left else None, 4 if features.right else None) & (offs_n < 30)
     s = torch.where(seen, s, -math.inf)

@@ -35,6 +35,11 @@ def in_line(x: Tensor) -> bool:
     return x.stride(-1) == 1 and aligned and apart and all(step % ALIGN == 0 for step in steps)
 
 
+def sum_is_finite(x: Tensor) -> bool:
+    """Then all of x is finite. If not, some of it may be infinite or NaN, or the sum has overflowed: look at each."""
+    return bool(torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))))
+
+
 def two_slots(*operands: Tensor) -> tuple[Tensor, ...]:
     """On the CPU a lone slot twice."""
     return tuple(x.expand(2, -1, -1) if x.shape[0] == 1 and x.device.type == "cpu" else x for x in operands)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
-from flashattn_lite.products import ALIGN, add_product_, operand, product
+from flashattn_lite.products import ALIGN, add_product_, operand, product, sum_is_finite
 from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
@@ -77,7 +77,7 @@ class RowPass:
         q = tile.packed(seq.q).to(self.dtype)
         scaled = q * factor
         self.late: Tensor | None = None  # what scores are still to be multiplied by
-        if not self.on_host or not bool(torch.isfinite(scaled.sum())):
+        if not self.on_host or not sum_is_finite(scaled):
             # Finite rows that the factor takes past the range get it behind the product; by 1 others keep their bits.
             past = torch.isinf(scaled).any(-1) & torch.isfinite(q).all(-1)
             scaled = torch.where(past.unsqueeze(-1), q, scaled)
@@ -92,7 +92,7 @@ class RowPass:
         for finite in (True, False):
             acc, l_i = self.pinned(finite)
             settled = state.settled(l_i)
-            if bool(settled.all()) and bool(torch.isfinite(acc.sum())) and not bool(self.sunk(acc, l_i).any()):
+            if bool(settled.all()) and sum_is_finite(acc) and not bool(self.sunk(acc, l_i).any()):
                 return acc, *state.finish(torch.zeros_like(l_i), l_i)
         acc, m_i, l_i = self.careful(settled)
         # A sum near the top of the range times a huge value can overflow where the running maximum does not.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashattn_lite import state
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
-from flashattn_lite.products import add_product_, operand, product
+from flashattn_lite.products import add_product_, operand, product, sum_is_finite
 from flashattn_lite.scores import to_log2_
 from flashattn_lite.state import LOG2E
 from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
@@ -77,9 +77,9 @@ def _cast(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
     return grad if grad is None or x is None else grad.to(x.dtype)
 
 
-def not_finite(x: Tensor, wide: torch.dtype) -> Tensor:
-    """[...] of x [..., columns]: rows with what is not finite. On the CPU a finite sum says that there is none."""
-    if x.device.type == "cpu" and bool(torch.isfinite(x.sum(dtype=wide))):
+def not_finite(x: Tensor) -> Tensor:
+    """[...] of x [..., columns]: rows with what is not finite. Only on the CPU may this ask for a value first."""
+    if x.device.type == "cpu" and sum_is_finite(x):
         return x.new_zeros(x.shape[:-1], dtype=torch.bool)
     return ~torch.isfinite(x).all(-1)
 
@@ -99,7 +99,7 @@ class Chunk:
         # Operands of products: float32 on the CPU, the inputs' own dtype on a GPU, with float32 sums.
         self.narrow = self.wide if on_host else self.problem.dtype
         k, v = (x[self.tile.b, self.tile.h] for x in (seq.k, seq.v))
-        bad = not_finite(k, self.wide) | not_finite(v, self.wide)
+        bad = not_finite(k) | not_finite(v)
         self.bad_keys = bad.flatten(0, 1)  # [slots, S]
         self.poisoned = torch.zeros_like(self.bad_keys)
         self.keys_are_clean = on_host and not bool(bad.any())
@@ -207,7 +207,7 @@ class Rows:
         self.true_lse = state.reference(tile.packed(lse).to(wide) * LOG2E)
         self.true_delta = delta
         finite = torch.isfinite(self.true_lse) & torch.isfinite(delta)
-        self.bad = not_finite(q, wide) | not_finite(d_out_tile, wide) | ~finite
+        self.bad = not_finite(q) | not_finite(d_out_tile) | ~finite
         self.are_clean = q.device.type == "cpu" and not bool(self.bad.any())
         self.lse, self.delta = self.true_lse, delta
         if not self.are_clean:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import flashattn_lite as fa
 from flashattn_lite.integrations import transformers as integration
-from flashattn_lite.integrations.chosen import chosen_mask
+from flashattn_lite.integrations.masks import chosen_mask
 from flashattn_lite.target import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="the same without TRITON_INTERPRET=1")

@@ -29,14 +29,10 @@ from flashattn_lite.kernels import (
 )
 from flashattn_lite.target import Target, interpreting
 from flashattn_lite.testing.strategies import cases, packed_cases
+from tests.targets import H200, OTHERS
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="the same without TRITON_INTERPRET=1")
-GPUS = {
-    "H200": Target("cuda", 90, "sm_90", multiprocessors=132),
-    "A100": Target("cuda", 80, "sm_80", multiprocessors=108),
-    "B200": Target("cuda", 100, "sm_100", multiprocessors=148),
-    "MI300X": Target("hip", "gfx942", "gfx942", multiprocessors=304),
-}
+GPUS = {"H200": H200, **OTHERS}
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -59,6 +55,7 @@ class Counters:
 
 
 def look(argument: Any) -> None:
+    """What a driver would refuse of a tensor map."""
     if isinstance(argument, tuple):
         for part in argument:
             look(part)
@@ -126,7 +123,7 @@ def test_any_call_is_planned(gpu, data):
 def test_there_is_no_descriptor_of_an_empty_tensor(empty, dtype):
     batch, heads_q, heads_kv, rows, keys = empty
     make = lambda heads, length: torch.zeros(batch, heads, length, 64, dtype=dtype, requires_grad=True)
-    with planning(GPUS["H200"]):
+    with planning(H200):
         fa.attention(make(heads_q, rows), make(heads_kv, keys), make(heads_kv, keys)).sum().backward()
 
 

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashattn_lite.api import attention_varlen
 from flashattn_lite.errors import not_implemented, value_error
 from flashattn_lite.flops import known
+from flashattn_lite.integrations.masks import joined
 
 OF_THE_TEXT = (
     "Where they are a text's and this is another part of its model, load that with torch's attention: "
@@ -77,15 +78,3 @@ def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_
     )
     same = of_q.unsqueeze(1) == of_k
     return joined(mask, same)
-
-
-def joined(mask: Tensor | None, kept: Tensor) -> Tensor | None:
-    """A mask, or none, that hides what is not kept, of booleans, too."""
-    return mask & kept if mask is not None and mask.dtype == torch.bool else biased(kept, mask)
-
-
-def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What a mask hides and a bias adds, as one mask."""
-    if mask is None or bias is None:
-        return bias if mask is None else mask
-    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias

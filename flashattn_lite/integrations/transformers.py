@@ -11,8 +11,8 @@ from torch import Tensor
 from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.errors import not_implemented, type_error, value_error
-from flashattn_lite.integrations.chosen import chosen_mask, seen_or_mean
-from flashattn_lite.integrations.packing import biased, check_packing, joined, kept_apart, packed_forward
+from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
+from flashattn_lite.integrations.packing import check_packing, kept_apart, packed_forward
 from flashattn_lite.tiles import lowered
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
@@ -165,7 +165,7 @@ def attention_forward(
         softcap, s_aux: soft cap and sinks `(Hq,)`. position_bias: added to the scores. scaling: default 1 / sqrt(D).
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin and end in a batch of one, `(sequences + 1,)`. They
             are kept apart, whatever the mask says; without a mask as `attention_varlen` does it, in linear memory.
-        indices, block_indices: keys, or blocks of them, that a query sees of what the mask leaves (chosen.py).
+        indices, block_indices: keys, or blocks of them, that a query sees of what the mask leaves (masks.py).
         others: what transformers tells every function (a window, say, which the mask has in it).
 
     Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.

@@ -167,7 +167,7 @@ def ring_kernel(
         y_start, tile, split = start_of(late, sizes, y_strides, T)
         if T.PARTS > 1:
             next_w = gl.full([T.WARPS], 0, gl.int32, gl.SliceLayout(1, T.TILE))
-            if last < units:  # else no later one is
+            if last < units:  # else all later ones are past the end
                 next_w = draw(counter_ptr, gl.SliceLayout(1, T.TILE))
             parts = look(parts_ptr, tile, splits, T.PARTS)
         begin(x_ptr, i + AHEAD, last, units, cols, sizes, x_strides, ring, T)

@@ -1,4 +1,4 @@
-"""Keys that a model's indexer chose for each query, as transformers hands them to an attention function: as a mask."""
+"""Masks in transformers: joined with a bias or with what else hides keys; of the keys that a model's indexer chose."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from torch import Tensor
 from flashattn_lite.errors import not_implemented, value_error
 
 OF_THIS = "Pass what the layer's own indexer chose for these queries."
+
+
+def joined(mask: Tensor | None, kept: Tensor) -> Tensor | None:
+    """A mask, or none, that hides what is not kept, of booleans, too."""
+    return mask & kept if mask is not None and mask.dtype == torch.bool else biased(kept, mask)
+
+
+def biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """What a mask hides and a bias adds, as one mask."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias
 
 
 def chosen_mask(

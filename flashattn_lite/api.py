@@ -41,7 +41,8 @@ def attention(
         out      = sum_j exp(scores_j - lse) v_j
 
     Args:
-        q: `(B, Hq, L, D)`, float16, bfloat16, float32 (float64 on the tiled backend), any strides.
+        q: `(B, Hq, L, D)`, heads before tokens (of what is laid out `(B, L, Hq, D)` pass `q.transpose(1, 2)`, a view);
+            float16, bfloat16, float32 (float64 on the tiled backend); any strides.
         k: `(B, Hkv, S, D)`, q's dtype and device. Hq is a multiple of Hkv; head h reads key head h // (Hq / Hkv).
         v: `(B, Hkv, S, Dv)`. D and Dv are any integers from 1 to 256; L and S any, 0 too.
         causal: key j is visible to query i iff `j <= i + q_start`.
@@ -54,8 +55,9 @@ def attention(
         mask: bool (True = visible) or float (added to the scaled scores), broadcastable to `(B, Hq, L, S)`,
             read by its strides and never expanded in memory. Composes with causal and window. -inf hides; a finite
             number beyond 2.35e38 in size (float32's lowest, say) counts as that much, in lse too.
-        sinks: `(Hq,)`, natural units, up to 2.35e38: one more logit per head that enters the denominator only.
-        kv_lens: `(B,)` int32 on q's device, never read by the host: keys from `kv_lens[b]` on do not exist.
+        sinks: `(Hq,)`, natural units, up to 2.35e38 (past that its head may be NaN): one more logit per
+            head that enters the denominator only.
+        kv_lens: `(B,)` int32 on q's device; on a GPU the host never reads it. Keys from `kv_lens[b]` on do not exist.
             A length below 0 counts as 0, one above S as S.
         return_lse: also return lse.
         backend: "auto", or one of "split" (decoding's kernels, few query rows), "hopper" (sm_90, 16 bits), "triton"
@@ -67,8 +69,8 @@ def attention(
 
     Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
     dtype for their product with v (not by "tiled"), and divided by their sum at the end, so that values of v past
-    the largest float32 over S may overflow. A NaN or infinity reaches the rows that see it and no other (where an
-    infinity's weight is too small for a float, it is one backend's infinity and another's NaN). A row's bits do not
+    the largest float32 over S may overflow. A NaN or infinity reaches the rows that see it and no other (an infinity
+    in v whose weight underflows to 0 gives infinity on one backend and NaN on another). A row's bits do not
     depend on the batch, on what other rows hold, or on repeats; how many rows and keys there are chooses tiles, and
     so may show. Differentiable in q, k, v, sinks and a float mask, with memory linear in L and S, by backward() or
     torch.func.grad, compiled or not; gradients have no gradients of their own, and forward-mode derivatives are
@@ -116,15 +118,17 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""`attention` over packed sequences: sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`, no padding.
 
+    It takes no mask, and `explain` does not know packed sequences.
+
     Args:
         q: `(total_q, Hq, D)`; k: `(total_k, Hkv, D)`; v: `(total_k, Hkv, Dv)`; dtypes and strides as in `attention`.
         cu_seqlens_q, cu_seqlens_k: `(batch + 1,)` int32 on q's device, from 0 to the total, not decreasing.
             Their values are checked on the CPU; on a GPU they are clamped into the tensors by the kernel, so that
             a wrong table can give a wrong result for a sequence but never an access outside.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths; given, a GPU call never waits for the device.
-            If max_seqlen_q promises up to 16 rows a key/value head, their keys are split over the GPU, as where
-            `attention` has few rows. Of a longer sequence a GPU does not compute rows past max_seqlen_q (they read as
-            0, lse -inf), nor gradients of keys past max_seqlen_k, which few rows do not see either.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths; with both a GPU call never waits for the device.
+            The CPU checks them (ValueError). A GPU does not: of a longer sequence rows past max_seqlen_q have out 0 and
+            lse -inf, and keys past max_seqlen_k no gradient. Where `max_seqlen_q * Hq / Hkv` is at most 16, the keys
+            are split over the GPU, as of `attention` with few rows, and those past max_seqlen_k are not seen either.
         kv_lens: `(batch,)` int32: keys of sequence b from `kv_lens[b]` on do not exist.
         causal, q_start, window, scale, softcap, sinks, return_lse, backend: as in `attention`, for each sequence.
 
@@ -298,8 +302,8 @@ def explain(
 
     Returns:
         An `Explanation`: `.backend`, `.tile`, `.target`, `.reasons` (a dict of lists, empty where a backend would
-        run), `.gradients` (why plain torch would make them, of the tensors that require one, else of q, k and v;
-        empty where Triton's kernels would); `print` shows it as a table.
+        run), `.gradients` (why plain torch would compute the gradients, empty where Triton's kernels would: of the
+        tensors that require one, of q, k, v and sinks where none does); `print` shows it as a table.
 
     Raises:
         What `attention` would raise for these arguments.

@@ -75,7 +75,7 @@ def check_qkv(q: Any, k: Any, v: Any, names: Sequence[str], layout: str) -> None
         if x.device != q.device:
             raise value_error(name, f"must be on {nq}'s device ({q.device})", x, f"Move it: {name}.to({nq}.device).")
     check_head_dims(q, k, v, names)
-    check_heads([x.shape[1] for x in (q, k, v)], (q, k, v), names)
+    check_heads([x.shape[1] for x in (q, k, v)], (q, k, v), names, layout)
 
 
 def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> None:
@@ -92,16 +92,16 @@ def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> No
         raise value_error(nk, f"head dim must equal {nq}'s ({q.shape[-1]})", k, f"Project {nk} to {nq}'s head dim.")
 
 
-def check_heads(heads: Sequence[int], given: Sequence[Tensor], names: Sequence[str]) -> None:
-    """`heads` of q, k and v; `given`: these as the caller has them."""
+def check_heads(heads: Sequence[int], given: Sequence[Tensor], names: Sequence[str], layout: str) -> None:
+    """`heads` of q, k and v; `given`: these as the caller has them, `layout`: what their dimensions are."""
     (heads_q, heads_k, heads_v), (q, k, v), (nq, nk, nv) = heads, given, names
     if heads_v != heads_k:
-        raise value_error(nv, f"must have as many heads as {nk} ({heads_k})", v, "Pass one value for each key.")
+        raise value_error(nv, f"must have as many heads as {nk} ({heads_k})", v, "Pass a value head per key head.")
     if heads_k == 0 and heads_q != 0:
         raise value_error(nk, f"must have at least one head for {nq}'s {heads_q}", k, "Pass the head they share.")
     if heads_k and heads_q % heads_k:
-        relation = f"number of heads must be a multiple of {nk}'s ({heads_k})"
-        raise value_error(nq, relation, q, "Pass the same number of query heads for every key head.")
+        remedy = f"Pass equal shares of query heads for all key heads, or transpose what is not laid out {layout}."
+        raise value_error(nq, f"number of heads must be a multiple of {nk}'s ({heads_k})", q, remedy)
 
 
 def check_dense(
@@ -130,7 +130,7 @@ def check_options(
     """The plain-number options."""
     check_flag("causal", causal)
     if q_start is not None and not is_int(q_start):
-        remedy = "Pass an int. To give each sequence its own pass kv_lens."
+        remedy = "Pass an int. For one per sequence leave it out and pass kv_lens: it is then kv_lens[b] - L."
         raise type_error("q_start", "must be an int or None", q_start, remedy)
     check_window(window)
     for name, x, default in (("scale", scale, "the default"), ("softcap", softcap, "no soft cap")):
@@ -196,14 +196,21 @@ def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
         rule = "dtype must be bool (True = visible) or a float that is added"
         raise type_error(name, rule, mask, mask_remedy(mask))
     _check_device(name, mask, q)
-    full = (q.shape[0], q.shape[1], q.shape[2], len_k)
-    if not broadcasts_to(mask.shape, full):
-        remedy = "Make each of its last dimensions 1 or as large as that."
-        if mask.shape == (full[0], full[3]):
-            remedy = f"For one row of keys per sequence pass {name}[:, None, None, :]."
-        elif mask.shape == (full[0], *full[2:]):
-            remedy = f"For one mask per sequence pass {name}[:, None]."
-        raise value_error(name, f"must be broadcastable to (batch, heads_q, len_q, len_k) = {full}", mask, remedy)
+    check_mask_shape(name, mask.shape, (*q.shape[:3], len_k), "(batch, heads_q, len_q, len_k)", mask)
+
+
+def check_mask_shape(name: str, shape: Sequence[int], full: Sequence[int], axes: str, given: Tensor | None) -> None:
+    """`shape`: of the mask that is asked about, `given`: the mask as the caller has it."""
+    # By == and not by `in`, which does not find the symbols of a compiler that traces.
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) <= len(full) and all(have == want or have == 1 for have, want in pairs):
+        return
+    remedy = "Make each of its dimensions 1 or as large as that, and none more."
+    if len(full) == 4 and shape == (full[0], full[3]):
+        remedy = f"For one row of keys per sequence pass {name}[:, None, None, :]."
+    elif len(full) == 4 and shape == (full[0], *full[2:]):
+        remedy = f"For one mask per sequence pass {name}[:, None]."
+    raise value_error(name, f"must be broadcastable to {axes} = {tuple(full)}", given, remedy)
 
 
 def mask_remedy(mask: object) -> str:
@@ -219,13 +226,6 @@ def mask_remedy(mask: object) -> str:
 def is_causal_bias(mask: object) -> bool:
     """Whether it is a torch.nn.attention.bias.CausalBias: a tensor of nothing, whose meaning is in its attributes."""
     return (type(mask).__module__, type(mask).__name__) == ("torch.nn.attention.bias", "CausalBias")
-
-
-def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a tensor of that shape can stand for one of the full shape."""
-    # By == and not by `in`, which does not find the symbols of a compiler that traces.
-    pairs = zip(reversed(shape), reversed(full), strict=False)
-    return len(shape) <= len(full) and all(have == want or have == 1 for have, want in pairs)
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:

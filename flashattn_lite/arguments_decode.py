@@ -39,7 +39,7 @@ def check_decode(q: Any, k_cache: Any, v_cache: Any, kv_lens: Any, block_table: 
 def _check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
     if v_cache.shape[0] != k_cache.shape[0]:
         relation = f"must have as many pages as k_cache ({k_cache.shape[0]})"
-        raise value_error("v_cache", relation, v_cache, "Pass one value for each key.")
+        raise value_error("v_cache", relation, v_cache, "Pass one page of values per page of keys.")
     if v_cache.shape[2] != k_cache.shape[2]:
         raise value_error(
             "v_cache", f"page size must equal k_cache's ({k_cache.shape[2]})", v_cache, "Pass one value for each key."

@@ -236,7 +236,7 @@ def explain_decode(
         As `attention_decode`. Nothing is computed.
 
     Returns:
-        An `Explanation`, as `explain` returns it.
+        An `Explanation` as `explain` returns it, with `.gradients` None: decoding has none.
 
     Raises:
         What `attention_decode` would raise for these arguments.

@@ -130,7 +130,7 @@ def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> No
             "backend",
             f"must be one of {', '.join(map(repr, names))}",
             backend,
-            "Pass one of these; explain() compares them.",
+            "Pass one of these.",
         )
 
 
@@ -147,7 +147,7 @@ def choose(problem: AttentionProblem, inputs: Inputs, backend: str, backends: Se
         if backend in ("auto", candidate.name) and not candidate.why_not(problem, inputs, target):
             return candidate
     table = "; ".join(
-        f"{name}: {', '.join(why) or 'would run'}" for name, why in reasons(problem, inputs, backends).items()
+        f"{name}: {' and '.join(why) or 'would run'}" for name, why in reasons(problem, inputs, backends).items()
     )
     if backend == "auto":
         raise BackendError(f"backend: none can run this problem. By backend: {table}. Pass what one of them takes.")

@@ -219,7 +219,8 @@ def replace_sdpa() -> Iterator[Report]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is ours, in every thread. Never falls back to torch's.
 
     Yields:
-        A `Report` of the calls: how many of which shapes, the backend that ran each kind, and what was refused.
+        A `Report`, to print or to read: `.calls` (how many ran), `.kinds` (how many of which shapes, dtype, device and
+        mask), `.backends` (what ran each kind), `.refused` (errors that callers got, by text).
 
     What looks the function up when it runs (`F.scaled_dot_product_attention(...)`, as most models do) is served. Not:
     - a name bound before (`from torch.nn.functional import scaled_dot_product_attention`);
@@ -227,8 +228,8 @@ def replace_sdpa() -> Iterator[Report]:
     - torch's MultiheadAttention where it is asked for weights, as it is by default (pass need_weights=False), and it
       and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
-    - modes and classes with a `__torch_function__` that know torch's function from before, by a table say, and all of
-      them in compiled code; else they may take the call, and `func` is what stands in the place of torch's function.
+    - modes and tensor classes whose `__torch_function__` looks torch's function up in a table made before, since `func`
+      is now ours, and all of these in compiled code. Others are asked as usual.
     What torch serves and ours refuses, head dims past 256 say (an image decoder's), must run outside.
     A model that checkpoints activations calls the function again in its backward pass: run that inside too.
     Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is

@@ -215,7 +215,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool
         raise value_error(nv, f"length must equal key's ({k.shape[-2]})", given[2], "Pass one value for each key.")
     keep = 3 if enable_gqa else 2  # trailing dims that do not broadcast
     if enable_gqa:
-        arguments.check_heads([x.shape[-3] for x in (q, k, v)], given, NAMES)
+        arguments.check_heads([x.shape[-3] for x in (q, k, v)], given, NAMES, "(..., heads, length, head_dim)")
     for name, x, came in ((nk, k, given[1]), (nv, v, given[2])):
         if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
             heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
@@ -236,10 +236,7 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 
 
 def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -> Tensor:
-    if not arguments.broadcasts_to(mask.shape, full):
-        relation = f"must be broadcastable to (..., heads, len_q, len_k) = {full}"
-        remedy = "Make each of its last dimensions 1 or as large as that, or expand query's batch."
-        raise value_error("attn_mask", relation, given, remedy)
+    arguments.check_mask_shape("attn_mask", mask.shape, full, "(..., heads, len_q, len_k)", given)
     return mask.reshape((1,) * (max(len(full), 3) - mask.dim()) + mask.shape)
 
 

@@ -22,13 +22,6 @@ Stats = tuple[Tensor, Tensor]
 def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
-    One read and one write of x: rows too long for one thread block are shared by several, which find each other's sums
-    on the way (NVIDIA GPUs from sm_80 on; on an H200 up to 1.3 million elements of 4 bytes, 3.2 million of 2). On other
-    GPUs, and of a row whose elements lie apart, one block goes over its row twice, the second time from the L2 cache
-    if it holds it. Longer rows (on that way past 2^18 elements), and rows of more than 512 that lie side by side in
-    memory, take two reads and one write, in two launches. Rows that lie between 16-byte addresses are read by 16 bytes
-    all the same, and what is their neighbours' of these is dropped.
-
     Args:
         x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread
             over more than three dimensions that can't be joined.
@@ -45,6 +38,11 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     strides and alignment and on the GPU, bit for bit; on its length because that decides how many blocks share it.
 
     Gradients: exact, of any order, from the output alone.
+
+    Cost: one read and one write of x on NVIDIA GPUs from sm_80 on, for rows of up to 1.3 million elements of 4 bytes or
+    3.2 million of 2 (on an H200), at any alignment. On other GPUs, and where a row's elements lie apart, rows of up to
+    2^18 elements are read twice, the second time from the L2 cache if that holds them. Longer rows, and rows of more
+    than 512 elements that lie side by side (stride 1 from row to row), take two reads and one write, in two launches.
 
     Raises:
         TypeError: x is not a dense real tensor of these dtypes, or dim is no int.

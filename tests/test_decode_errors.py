@@ -50,7 +50,7 @@ REFUSED = {
     "sinks": (call(sinks=torch.zeros(2)), ValueError, "sinks: must have shape (heads_q,) = (4,); got a tensor of shape"),
     "backend": (call(backend="split"), ValueError, "backend: must be one of 'auto', 'hopper', 'triton', 'tiled'; got 'split'."),
     "pages": (paged(v_cache=PAGES_V[:4]), ValueError, "v_cache: must have as many pages as k_cache (5); got a tensor of "
-              "shape (4, 2, 16, 6), float32, on cpu. Pass one value for each key."),
+              "shape (4, 2, 16, 6), float32, on cpu. Pass one page of values per page of keys."),
     "page sizes": (paged(v_cache=PAGES_V[:, :, :8]), ValueError, "v_cache: page size must equal k_cache's (16); got a "
                    "tensor of shape (5, 2, 8, 6)"),
     "small pages": (paged(k_cache=PAGES_K[:, :, :8], v_cache=PAGES_V[:, :, :8]), ValueError, "k_cache: page size (dim 2, "

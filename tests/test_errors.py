@@ -59,8 +59,10 @@ REFUSED = {
                           "8), float32, on cpu, 3, 0, 1, 2, 3, 4, 5, ...]. Convert it with torch.as_tensor."),
     "lengths": (call(v=V[:, :, :6]), ValueError, "v: length must equal k's (7); got a tensor of shape (2, 2, 6, 6)"),
     "groups": (call(q=Q[:, :3]), ValueError, "q: number of heads must be a multiple of k's (2); got a tensor of shape "
-               "(2, 3, 5, 8)"),
-    "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6)"),
+               "(2, 3, 5, 8), float32, on cpu. Pass equal shares of query heads for all key heads, or transpose what is "
+               "not laid out (batch, heads, length, head_dim)."),
+    "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6), "
+              "float32, on cpu. Pass a value head per key head."),
     "mask shape": (call(mask=torch.ones(5, 6).bool()), ValueError, "mask: must be broadcastable to (batch, heads_q, "
                    "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
     "mask of too many dims": (call(mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "mask: must be broadcastable to (batch, "),
@@ -113,7 +115,7 @@ REFUSED = {
     "return_lse": (call(return_lse="no"), TypeError, "return_lse: must be True or False; got 'no'. Pass one of them."),
     "packed return_lse": (packed(return_lse=1), TypeError, "return_lse: must be True or False; got 1."),
     "nested scale": (call(scale=NESTED), TypeError, "scale: must be a float or None; got a nested tensor, float32, on cpu."),
-    "backends": (call(backend=["triton"]), ValueError, "got ['triton']. Pass one of these; explain() compares them."),
+    "backends": (call(backend=["triton"]), ValueError, "got ['triton']. Pass one of these."),
     "cu order": (packed(cu_seqlens_q=CU_Q[[0, 2, 1]]), ValueError, "cu_seqlens_q: must not decrease; got [0, 10, 4]."),
     "cu start": (packed(cu_seqlens_q=CU_Q + 1), ValueError, "cu_seqlens_q: must start with 0; got [1, 5, 11]."),
     "cu end": (packed(cu_seqlens_k=CU_Q), ValueError, "cu_seqlens_k: must end with k's total length (12); got [0, 4, 10]"),

@@ -43,6 +43,10 @@ REFUSED = {
     "mask of too many dims": (sdpa(attn_mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "attn_mask: must be broad"),
     "mask shape": (sdpa(attn_mask=torch.ones(5, 4)), ValueError, "attn_mask: must be broadcastable to (..., heads, "
                    "len_q, len_k) = (2, 4, 5, 5); got a tensor of shape (5, 4)"),
+    "mask of a row of keys": (sdpa(attn_mask=torch.ones(2, 5).bool()), ValueError, "got a tensor of shape (2, 5), bool,"
+                              " on cpu. For one row of keys per sequence pass attn_mask[:, None, None, :]."),
+    "mask of a sequence": (sdpa(attn_mask=torch.ones(2, 5, 5)), ValueError, "For one mask per sequence pass "
+                           "attn_mask[:, None]."),
     "mask of integers": (sdpa(attn_mask=torch.ones(5, 5).int()), TypeError, "attn_mask: dtype must be bool, float32 or "
         "query's (float32); got a tensor of shape (5, 5), int32, on cpu. Pass .bool() if 1 means visible; as floats "
         "they would be added."),

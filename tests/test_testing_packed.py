@@ -121,6 +121,7 @@ def test_a_number_of_problems_that_is_none_is_refused(n):
      ({"max_dim": 257}, "max_dim: must be at most 256; got 257"),
      ({"max_size": 3}, "max_size: is no size; got 3. Sizes are device, dtypes, max_batch, "),
      ({"device": "meta"}, "device: must be one that holds numbers; got 'meta'"),
+     ({"device": "gpu"}, "device: must be one that holds numbers; got 'gpu'. Pass 'cpu' or 'cuda'."),
      ({"laws": matches_oracle}, "laws: must be a list of functions law(attention, case); got "),
      ({"laws": ["matches_oracle"]}, "laws: must be a list of functions law(attention, case); got ['matches_oracle']"),
      ({"laws": []}, "laws: must hold one law at least; got []"),

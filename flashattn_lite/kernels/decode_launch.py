@@ -55,9 +55,7 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
     if rows == 0 or keys is None:
         reasons.append(f"it is for 1 to {FEW_ROWS[-1][0]} query rows per key/value head; this one has {rows}")
     elif problem.len_k < keys:
-        reasons.append(
-            f"with {rows} query rows per key/value head it takes {keys} keys or more; these are {problem.len_k}"
-        )
+        reasons.append(f"with {rows} query rows per key/value head it takes {keys} keys or more (here {problem.len_k})")
     return reasons
 
 

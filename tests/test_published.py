@@ -142,6 +142,10 @@ def test_where_the_cpu_path_stands():
         of = [cells[op, causal, str(length)] for length in (*lengths, 128)]
         ratios = " | ".join(f"{cell['torch'] / cell['flashattn_lite']:.2f}" for cell in of)
         assert f"\n| {name} | {ratios} |\n" in PAGE
+    all_of = [cell["torch"] / cell["flashattn_lite"] for cell in cells.values()]
+    level = sum(ratio >= 1 for ratio in all_of)
+    reached = f"**{level} of {len(all_of)} cells** ({min(all_of):.2f} to {max(all_of):.2f}, [table]("
+    assert f"\n| CPU: no slower than torch | {reached}" in PAGE
     (commit,) = {row["commit"] for row in rows}
     assert f"one run at {commit} (`benchmarks/results/cpu/attention.csv`," in PAGE
 

@@ -1,7 +1,7 @@
 """Fused attention: a drop-in for torch's function, a native call with every option, and the online softmax."""
 
 from flashattn_lite import integrations
-from flashattn_lite.api import attention, attention_varlen, explain, merge_attention
+from flashattn_lite.api import attention, attention_varlen, explain, explain_varlen, merge_attention
 from flashattn_lite.decode import attention_decode, explain_decode
 from flashattn_lite.errors import BackendError
 from flashattn_lite.replace import install, replace_sdpa, uninstall
@@ -17,6 +17,7 @@ __all__ = [
     "attention_varlen",
     "explain",
     "explain_decode",
+    "explain_varlen",
     "install",
     "integrations",
     "merge_attention",

@@ -118,7 +118,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""`attention` over packed sequences: sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`, no padding.
 
-    It takes no mask, and `explain` does not know packed sequences.
+    It takes no mask. `explain_varlen` says which backend would run.
 
     Args:
         q: `(total_q, Hq, D)`; k: `(total_k, Hkv, D)`; v: `(total_k, Hkv, Dv)`; dtypes and strides as in `attention`.
@@ -155,12 +155,7 @@ def attention_varlen(
     # On a CPU the values of cu_seqlens are checked too.
     done = _recall(tensors, *rest) if isinstance(q, Tensor) and q.is_cuda else None
     if done is None:
-        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        arguments.check_no_tangent(q=q, k=k, v=v, sinks=sinks)
-        arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-        arguments.check_sinks(sinks, q)
-        arguments.check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
-        dispatch.check_backend(backend)
+        _check_packed(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
 
@@ -175,6 +170,18 @@ def _check_attention(
     arguments.check_mask(mask, q, k.shape[2])
     arguments.check_sinks(sinks, q)
     arguments.check_kv_lens(kv_lens, q, q.shape[0])
+    dispatch.check_backend(rest[-1])
+
+
+def _check_packed(
+    tensors: tuple[Any, ...], causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
+) -> None:
+    q, k, v, _, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest[:2])
+    arguments.check_no_tangent(q=q, k=k, v=v, sinks=sinks)
+    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
+    arguments.check_sinks(sinks, q)
+    arguments.check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
     dispatch.check_backend(rest[-1])
 
 
@@ -317,5 +324,55 @@ def explain(
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     _check_attention(tensors, *rest)
-    inputs, problem = calls.problem_of(_arguments(tuple(map(bare, tensors)), *rest)[:-1])
-    return dispatch.explain(problem, inputs, backend)
+    return _explained(tensors, *rest)
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool = False,
+    q_start: int | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> dispatch.Explanation:
+    """Which backend and tile `attention_varlen` would run with these arguments, and why not the others.
+
+    Args:
+        As `attention_varlen`. Nothing is computed; a max_seqlen that is not given is read from its cu_seqlens.
+
+    Returns:
+        An `Explanation`, as `explain` returns it.
+
+    Raises:
+        What `attention_varlen` would raise for these arguments.
+
+    Example:
+        >>> x, cu = torch.randn(7, 4, 32), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> explain_varlen(x, x, x, cu, cu, backend="tiled").backend
+        'tiled'
+    """
+    arguments.check_flag("return_lse", return_lse)
+    tensors = (q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k)
+    rest = (causal, q_start, window, scale, softcap, max_seqlen_q, max_seqlen_k, backend)
+    _check_packed(tensors, *rest)
+    return _explained(tensors, *rest)
+
+
+def _explained(tensors: tuple[Any, ...], *rest: Any) -> dispatch.Explanation:
+    """Of a call that has passed the door."""
+    args = _arguments(tuple(map(bare, tensors)), *rest)
+    if calls.plain(args[: calls.NUM_TENSORS], args[calls.NUM_TENSORS :]):  # else nobody knows how long sequences are
+        args = ops.measured(args)
+    inputs, problem = calls.problem_of(args[:-1])
+    return dispatch.explain(problem, inputs, rest[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,13 @@ REFUSED = {
 test_refused_with_these_words, test_nothing_is_launched_for_bad_input = refusal_tests(
     REFUSED, "flashattn_lite.dispatch.choose"
 )
+
+
+def test_explaining_refuses_in_the_same_words(monkeypatch):
+    monkeypatch.setattr(fa, "attention_decode", fa.explain_decode)
+    for run, error, text in REFUSED.values():
+        with pytest.raises(error, match=re.escape(text)):
+            run()
 
 
 def test_a_named_backend_never_falls_back():

@@ -150,6 +150,14 @@ test_refused_with_these_words, test_nothing_is_launched_for_bad_input = refusal_
 )
 
 
+def test_explaining_refuses_in_the_same_words(monkeypatch):
+    monkeypatch.setattr(fa, "attention", fa.explain)
+    monkeypatch.setattr(fa, "attention_varlen", fa.explain_varlen)
+    for run, error, text in REFUSED.values():
+        with pytest.raises(error, match=re.escape(text)):
+            run()
+
+
 def test_a_named_backend_never_falls_back():
     doubles = Q.double()
     # The reason is the dtype, or that Triton is not there at all.

@@ -34,6 +34,7 @@ from tests.targets import H200, OTHERS
 pytestmark = pytest.mark.skipif(interpreting(), reason="the same without TRITON_INTERPRET=1")
 GPUS = {"H200": H200, **OTHERS}
 HALF = (torch.float16, torch.bfloat16)
+KERNELS = {"hopper": "attention_hopper_kernel", "triton": "attention_kernel", "split": "partial_kernel"}
 
 
 @st.composite
@@ -108,10 +109,23 @@ def test_any_call_is_planned(gpu, data):
     with planning(GPUS[gpu]) as started:
         if hasattr(drawn, "cu_seqlens_q"):
             packed = (drawn.q, drawn.k, drawn.v, drawn.cu_seqlens_q, drawn.cu_seqlens_k)
+            explained = fa.explain_varlen(*packed, **drawn.options())
             attend(fa.attention_varlen, drawn, packed, drawn.options())
         else:
+            explained = fa.explain(drawn.q, drawn.k, drawn.v, **drawn.options())
             attend(fa.attention, drawn, (drawn.q, drawn.k, drawn.v), drawn.options())
     assert started or 0 in drawn.q.shape
+    forward = {name for name in started if name in KERNELS.values()}
+    assert forward <= {KERNELS[explained.backend]}
+
+
+def test_packed_sequences_are_explained_as_long_as_they_are():
+    x, cu = torch.zeros(4000, 4, 64, dtype=torch.bfloat16), torch.arange(0, 4001, 100, dtype=torch.int32)
+    with planning(H200):
+        told, known, longer = (
+            fa.explain_varlen(x, x, x, cu, cu, max_seqlen_q=most, max_seqlen_k=most) for most in (None, 100, 4000)
+        )
+    assert (told.backend, told.tile) == ("hopper", known.tile) != ("hopper", longer.tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,4 +156,7 @@ def test_any_step_of_a_cache_is_planned(gpu, data):
         pages = [torch.zeros(3, x.shape[1], 16, x.shape[3], dtype=x.dtype) for x in (drawn.k, drawn.v)]
         table = torch.zeros(batch, 3, dtype=torch.int32)
         fa.attention_decode(drawn.q, *pages, lens, block_table=table, **options)
+        explained = fa.explain_decode(drawn.q, *pages, lens, block_table=table, **options)
     assert len(started) >= 2
+    # Decoding's own kernels are its "triton".
+    assert {"hopper": "attention_hopper_kernel", "triton": "partial_kernel"}[explained.backend] in started

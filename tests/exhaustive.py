@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` takes, and which only `make test-exhaustive` does.
+"""Which cases of a test `make test` takes, which only `make test-exhaustive` does, how many problems a law is asked.
 
 For the minutes that CI has: most compile one tile more of a kernel, or ask of two values together what others ask of
 each. Of each kernel some stay, for each GPU family, and of each thing that a test varies each value.
@@ -7,12 +7,24 @@ each. Of each kernel some stay, for each GPU family, and of each thing that a te
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
 
 from tests.conftest import INTERPRETING
+
+SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
+
+
+def problems(cpu: int, cuda: int, interpreted: int = 1) -> dict[str, int]:
+    """How many random problems a law is asked, by device: few where each compiles kernels of its own.
+
+    LAW_PROBLEMS asks for another number everywhere: 60 after a change of a kernel, say.
+    """
+    asked = os.environ.get("LAW_PROBLEMS")
+    return {"cpu": int(asked or (interpreted if INTERPRETING else cpu)), "cuda": int(asked or cuda)}
 
 
 def also(*values: Any) -> Any:

@@ -15,7 +15,7 @@ from flashattn_lite import decode
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import DECODE_LAWS, Case, assert_close_to_oracle, check_decode
 from flashattn_lite.testing.results import assert_same_bits
-from tests.exhaustive import once
+from tests.exhaustive import once, problems
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES: dict[str, Any] = (
@@ -23,8 +23,7 @@ SIZES: dict[str, Any] = (
     if INTERPRETING
     else {"max_batch": 3, "max_heads": 2, "max_len": 70, "max_dim": 256}
 )
-# A law. The interpreter takes seconds for one; GPUs are asked eight, and four times that with several splits.
-PROBLEMS = int(os.environ.get("LAW_PROBLEMS", "1" if INTERPRETING else "8"))
+PROBLEMS = problems(cpu=8, cuda=2)  # on GPUs four times that with several splits
 # The interpreter computes in numpy, which warns of the NaN that some problems hold on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 NAMED = pytest.mark.parametrize("law", DECODE_LAWS, ids=lambda law: law.__name__)
@@ -52,7 +51,7 @@ def pages_of(k, v, size=16):
 
 @NAMED
 def test_law(law: Any, device: torch.device) -> None:
-    check_decode(fa.attention_decode, laws=[law], n=PROBLEMS, device=device, **SIZES)
+    check_decode(fa.attention_decode, laws=[law], n=PROBLEMS[device.type], device=device, **SIZES)
 
 
 @pytest.mark.gpu
@@ -61,7 +60,7 @@ def test_law(law: Any, device: torch.device) -> None:
 def test_law_at_gpu_sizes(law: Any) -> None:
     """More problems, and lengths of several splits."""
     sizes = {"max_batch": 3, "max_heads": 2, "max_len": 1100, "max_dim": 256}
-    check_decode(fa.attention_decode, laws=[law], n=4 * PROBLEMS, seed=1, device="cuda", **sizes)
+    check_decode(fa.attention_decode, laws=[law], n=4 * PROBLEMS["cuda"], seed=1, device="cuda", **sizes)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

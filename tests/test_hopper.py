@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from flashattn_lite.kernels.operands import takes_tma
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, assert_close_to_oracle, check, check_packed
 from flashattn_lite.testing.results import assert_same_bits
-from tests.exhaustive import one_in
+from tests.exhaustive import SEED, one_in, problems
 
-PROBLEMS = {"cpu": 1, "cuda": int(os.environ.get("LAW_PROBLEMS", "10"))}  # a law
-SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
+PROBLEMS = problems(cpu=1, cuda=2)
 LENGTH, QUERIES = {"cpu": 500, "cuda": 1500}, {"cpu": 130, "cuda": 1500}
 HEADS = {"cpu": 1, "cuda": 2}
 HALVES = [torch.float16, torch.bfloat16]

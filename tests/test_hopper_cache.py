@@ -18,10 +18,10 @@ from flashattn_lite import decode, decode_backends
 from flashattn_lite.kernels import attention_hopper_launch, tuning_parts
 from flashattn_lite.testing import DECODE_LAWS, Case, assert_close_to_oracle, check_decode
 from flashattn_lite.testing.results import assert_same_bits
-from tests.exhaustive import also
+from tests.exhaustive import SEED, also
 from tests.targets import H200
 from tests.test_decode import cache, int32, pages_of
-from tests.test_hopper import HALVES, PROBLEMS, SEED, hopper, take_parts
+from tests.test_hopper import HALVES, PROBLEMS, hopper, take_parts
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,14 +24,14 @@ from flashattn_lite.target import Target
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
-from tests.exhaustive import also
+from tests.exhaustive import also, problems
 from tests.gluon_on_torch.hopper import on_torch
 from tests.gluon_on_torch.sources import Sources
 from tests.targets import H200
 from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases
 
-PROBLEMS = {"cpu": 3, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = problems(cpu=3, cuda=4)
 
 
 def problem_of(batch, heads, length, dims, causal=False, window=(None, None), keys=None, varlen=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import hypothesis
@@ -22,12 +21,12 @@ from flashattn_lite.problem import Inputs, describe
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES
-from tests.exhaustive import also
+from tests.exhaustive import also, problems
 from tests.targets import H200
 from tests.test_hopper import HALVES, hopper, take_parts
 from tests.test_hopper_folds import ask_random_cases, few_rows, with_failures
 
-PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = problems(cpu=2, cuda=4)
 WAYS = ("parts", "chains", "two chains")  # what a block takes
 Rows = tuple[torch.Tensor, torch.Tensor]
 

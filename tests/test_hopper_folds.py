@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 
 import hypothesis
@@ -19,10 +18,11 @@ from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.testing import Case, assert_close_to_oracle
 from flashattn_lite.testing.results import assert_same_bits
 from flashattn_lite.testing.strategies import FEATURES, cases
+from tests.exhaustive import problems
 from tests.targets import H200
 from tests.test_hopper import HALVES, LENGTH, hopper, take_parts
 
-PROBLEMS = {"cpu": 2, "cuda": int(os.environ.get("LAW_PROBLEMS", "60"))}
+PROBLEMS = problems(cpu=2, cuda=4)
 
 
 def few_rows(batch: int, heads: tuple[int, int], rows: int, keys: int, dim: int) -> AttentionProblem:

@@ -14,6 +14,7 @@ import flashattn_lite
 from flashattn_lite.testing import ALL_LAWS, PACKED_LAWS, Case, check, check_packed, matches_oracle
 from flashattn_lite.testing.locality import batch_slot_is_irrelevant, head_slot_is_irrelevant
 from flashattn_lite.testing.tensors import move
+from tests.exhaustive import SEED, problems
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter takes about a millisecond for each tile and operation, so it gets small problems.
@@ -22,8 +23,7 @@ SIZES: dict[str, Any] = (
     if INTERPRETING
     else {"max_batch": 3, "max_heads": 2, "max_len": 70, "max_dim": 256}
 )
-PROBLEMS = int(os.environ.get("LAW_PROBLEMS", "3" if INTERPRETING else "10"))  # a law
-SEED = int(os.environ.get("LAW_SEED", "0"))  # other problems than the suite's
+PROBLEMS = problems(cpu=10, cuda=2, interpreted=3)
 # The interpreter computes in numpy, which warns of the NaN that some problems hold on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 NAMED = pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.__name__)
@@ -37,13 +37,15 @@ def backends(device: torch.device) -> list[str]:
 
 @NAMED
 def test_law(law: Any, device: torch.device) -> None:
-    check(flashattn_lite.attention, laws=[law], n=PROBLEMS, seed=SEED, device=device, **SIZES)
+    check(flashattn_lite.attention, laws=[law], n=PROBLEMS[device.type], seed=SEED, device=device, **SIZES)
 
 
 @pytest.mark.parametrize("law", PACKED_LAWS, ids=lambda law: law.__name__)
 def test_packed_law(law: Any, device: torch.device) -> None:
     sizes = {"max_batch": 2, "max_heads": 1, "max_len": 17, "max_dim": 17} if INTERPRETING else {}
-    check_packed(flashattn_lite.attention_varlen, laws=[law], n=PROBLEMS, seed=SEED, device=device, **sizes)
+    check_packed(
+        flashattn_lite.attention_varlen, laws=[law], n=PROBLEMS[device.type], seed=SEED, device=device, **sizes
+    )
 
 
 @NAMED
@@ -51,7 +53,7 @@ def test_float64_on_the_tiled_path(law: Any, device: torch.device) -> None:
     if device.type == "cuda" and law in (batch_slot_is_irrelevant, head_slot_is_irrelevant):
         pytest.skip("torch.bmm picks its kernel by the number of slots there, as tiled.py says")
     attention = functools.partial(flashattn_lite.attention, backend="tiled")
-    check(attention, laws=[law], n=PROBLEMS, seed=SEED, device=device, dtypes=[torch.float64], **SIZES)
+    check(attention, laws=[law], n=PROBLEMS[device.type], seed=SEED, device=device, dtypes=[torch.float64], **SIZES)
 
 
 @pytest.mark.parametrize("length", [129, 257] if INTERPRETING else [127, 128, 129, 257])
@@ -91,4 +93,4 @@ def test_law_at_gpu_sizes(law: Any, backend: str, seed: int) -> None:
     """
     sizes = {"max_batch": 2, "max_heads": 4, "max_len": 257, "max_dim": 256}
     attention = functools.partial(flashattn_lite.attention, backend=backend)
-    check(attention, laws=[law], n=PROBLEMS, seed=seed, device="cuda", **sizes)
+    check(attention, laws=[law], n=PROBLEMS["cuda"], seed=seed, device="cuda", **sizes)

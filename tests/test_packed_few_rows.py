@@ -16,13 +16,14 @@ from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS, TELLING
 from flashattn_lite.problem import UNPROMISED, Inputs, describe
 from flashattn_lite.testing import PACKED_LAWS, PackedCase, assert_close_to_oracle, check_packed
 from flashattn_lite.testing.results import assert_same_bits, run_packed
-from tests.exhaustive import one_in
+from tests.exhaustive import one_in, problems
 from tests.targets import H200
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # Splits in the interpreter have 32 keys or more, on a GPU 128 or 256: few, some, and so many that these are longer.
 KEYS = (700, 0, 90, 20000) if torch.cuda.is_available() else (70, 0, 33, 200)
 TOKENS = {1: (1, 0, 1, 1), 4: (2, 1, 4, 3)}  # by max_seqlen_q
+PROBLEMS = problems(cpu=10, cuda=3, interpreted=2)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal, sinks": {"causal": True, "sinks": True},
@@ -84,8 +85,7 @@ def test_law(law, device):
 
     told = functools.partial(fa.attention_varlen, max_seqlen_q=5, max_seqlen_k=5)
     sizes = {"max_batch": 2, "max_heads": 1, "max_dim": 17} if INTERPRETING else {}
-    problems = int(os.environ.get("LAW_PROBLEMS", "2" if INTERPRETING else "10"))
-    check_packed(told, laws=[law], n=problems, device=device, max_len=5, **sizes)
+    check_packed(told, laws=[law], n=PROBLEMS[device.type], device=device, max_len=5, **sizes)
 
 
 def test_where_nothing_is_promised_the_longest_sequence_chooses_no_kernel(device):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import arguments, calls, dispatch, ops, state
+from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.errors import type_error, value_error
 from flashattn_lite.problem import Window
@@ -50,8 +51,8 @@ def attention(
             the last query with the last key. 0 is torch's `is_causal`.
         window: `(left, right)`: key j is visible iff `i + q_start - left <= j <= i + q_start + right`;
             None leaves a side unbounded.
-        scale: default `1 / sqrt(D)`.
-        softcap: in units of scaled scores, greater than 0.
+        scale: default `1 / sqrt(D)`; up to 1.7e38 in size.
+        softcap: in units of scaled scores, from 1.2e-38 to 1.7e38.
         mask: bool (True = visible) or float (added to the scaled scores), broadcastable to `(B, Hq, L, S)`,
             read by its strides and never expanded in memory. Composes with causal and window. -inf hides; a finite
             number beyond 2.35e38 in size (float32's lowest, say) counts as that much, in lse too.
@@ -69,12 +70,14 @@ def attention(
 
     Numerics: scores, softmax state and sums in float32 (float64 for float64); the probabilities are rounded to v's
     dtype for their product with v (not by "tiled"), and divided by their sum at the end, so that values of v past
-    the largest float32 over S may overflow. A NaN or infinity reaches the rows that see it and no other (an infinity
-    in v whose weight underflows to 0 gives infinity on one backend and NaN on another). A row's bits do not
-    depend on the batch, on what other rows hold, or on repeats; how many rows and keys there are chooses tiles, and
-    so may show. Differentiable in q, k, v, sinks and a float mask, with memory linear in L and S, by backward() or
-    torch.func.grad, compiled or not; gradients have no gradients of their own, and forward-mode derivatives are
-    refused.
+    the largest float32 over S may overflow. On a GPU float32 is multiplied as TF32 where
+    `torch.set_float32_matmul_precision` says so. A NaN or infinity reaches the rows that see it and no other (an
+    infinity in v whose weight underflows to 0 gives infinity on one backend and NaN on another). A row's bits do not
+    depend on the batch, on what other rows hold, or on repeats; how many rows and keys there are, strides and
+    alignment choose kernels and tiles, and so may show. (What plain torch computes on a GPU, float64 and some
+    gradients, has bits that the batch decides.) Differentiable in q, k, v, sinks and a float mask, with memory
+    linear in L and S, by backward() or torch.func.grad, compiled or not; gradients have no gradients of their own,
+    and forward-mode derivatives are refused.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before anything is launched, naming the argument.
@@ -167,7 +170,7 @@ def _check_attention(
     arguments.check_dense(q, k, v)
     arguments.check_no_tangent(q=q, k=k, v=v, mask=mask, sinks=sinks)
     arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-    arguments.check_mask(mask, q, k.shape[2])
+    check_mask(mask, q, k.shape[2])
     arguments.check_sinks(sinks, q)
     arguments.check_kv_lens(kv_lens, q, q.shape[0])
     dispatch.check_backend(rest[-1])

@@ -136,18 +136,19 @@ def check_options(
     for name, x, default in (("scale", scale, "the default"), ("softcap", softcap, "no soft cap")):
         if x is None:
             continue
-        remedy = f"Pass a number, or None for {default}."
+        remedy = f"Pass such a number, or None for {default}."
         if not is_number(x):
             remedy = number_instead(name, x) if isinstance(x, Tensor) and x.numel() == 1 else remedy
             raise type_error(name, "must be a float or None", x, remedy)
         if not is_finite(x):
             raise value_error(name, "must be finite", x, remedy)
         if not isinstance(x, SYMBOLS) and abs(plain(x)) > FLOAT32.max / 2:  # kernels take it in units of log2
-            raise value_error(name, "must be finite in float32", x, remedy)
+            raise value_error(name, f"must be at most {FLOAT32.max / 2:.2g} in size, half of float32's most", x, remedy)
     if softcap is not None and not unless_known(softcap > 0):
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if softcap is not None and not isinstance(softcap, SYMBOLS) and plain(softcap) < FLOAT32.tiny:
-        raise value_error("softcap", "must be greater than 0 in float32", softcap, "Pass None for no soft cap.")
+        relation = f"must be at least {FLOAT32.tiny:.2g}, float32's least"
+        raise value_error("softcap", relation, softcap, "Pass None for no soft cap.")
 
 
 def number_instead(name: str, x: Tensor) -> str:
@@ -182,57 +183,11 @@ def check_window(window: object) -> None:
             raise value_error("window", f"{side} must be at least 0", window, "Pass None (not -1) for no bound.")
 
 
-def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
-    """Bool or float, broadcastable to [B, Hq, L, S]."""
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor):
-        raise type_error(name, "must be a torch.Tensor or None", mask, mask_remedy(mask))
-    if is_causal_bias(mask):
-        remedy = "Pass causal=True, with q_start=0 for the upper left."
-        raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
-    check_strided(name, mask)
-    if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
-        rule = "dtype must be bool (True = visible) or a float that is added"
-        raise type_error(name, rule, mask, mask_remedy(mask))
-    _check_device(name, mask, q)
-    check_mask_shape(name, mask.shape, (*q.shape[:3], len_k), "(batch, heads_q, len_q, len_k)", mask)
-
-
-def check_mask_shape(name: str, shape: Sequence[int], full: Sequence[int], axes: str, given: Tensor | None) -> None:
-    """`shape`: of the mask that is asked about, `given`: the mask as the caller has it."""
-    # By == and not by `in`, which does not find the symbols of a compiler that traces.
-    pairs = zip(reversed(shape), reversed(full), strict=False)
-    if len(shape) <= len(full) and all(have == want or have == 1 for have, want in pairs):
-        return
-    remedy = "Make each of its dimensions 1 or as large as that, and none more."
-    if len(full) == 4 and shape == (full[0], full[3]):
-        remedy = f"For one row of keys per sequence pass {name}[:, None, None, :]."
-    elif len(full) == 4 and shape == (full[0], *full[2:]):
-        remedy = f"For one mask per sequence pass {name}[:, None]."
-    raise value_error(name, f"must be broadcastable to {axes} = {tuple(full)}", given, remedy)
-
-
-def mask_remedy(mask: object) -> str:
-    """What to do about a mask that is no tensor, or of a dtype that no mask has."""
-    if type(mask).__name__ == "BlockMask":  # FlexAttention's: which blocks to visit, and a function
-        return "Make a bool tensor of its mask_mod with torch.nn.attention.flex_attention.create_mask."
-    if not isinstance(mask, Tensor):
-        return "Convert it with torch.as_tensor."
-    integers = not (mask.is_floating_point() or mask.is_complex())
-    return "Pass .bool() if 1 means visible; as floats they would be added." if integers else "Cast it first."
-
-
-def is_causal_bias(mask: object) -> bool:
-    """Whether it is a torch.nn.attention.bias.CausalBias: a tensor of nothing, whose meaning is in its attributes."""
-    return (type(mask).__module__, type(mask).__name__) == ("torch.nn.attention.bias", "CausalBias")
-
-
 def check_sinks(sinks: Any, q: Tensor) -> None:
     if sinks is None:
         return
     check_float_tensor("sinks", sinks)
-    _check_device("sinks", sinks, q)
+    check_device("sinks", sinks, q)
     if sinks.shape != (q.shape[1],):
         raise value_error(
             "sinks", f"must have shape (heads_q,) = ({q.shape[1]},)", sinks, "Pass one for each query head."
@@ -253,9 +208,9 @@ def check_int32(name: str, x: object, like: Tensor) -> None:
     check_strided(name, x)
     if x.dtype != torch.int32:
         raise type_error(name, "dtype must be int32", x, "Cast it: .to(torch.int32).")
-    _check_device(name, x, like)
+    check_device(name, x, like)
 
 
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise value_error(name, f"must be on the device of the queries ({q.device})", x, "Move it with .to(device).")

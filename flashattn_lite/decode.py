@@ -144,7 +144,7 @@ def attention_decode(
         causal: token i sees keys up to its own position. False: all of kv_lens[b].
         window: `(left, right)`: only keys from `left` before to `right` behind that position; None is unbounded.
         scale: default `1 / sqrt(D)`.
-        softcap: in units of scaled scores, greater than 0.
+        softcap: in units of scaled scores, from 1.2e-38 to 1.7e38.
         sinks: `(Hq,)`, natural units: one more logit per head that enters the denominator only.
         return_lse: also return lse.
         backend: "auto", or one of "hopper" (sm_90, many query rows), "triton" (split over the keys, any

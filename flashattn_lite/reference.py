@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.arguments import (
-    check_dense,
-    check_kv_lens,
-    check_mask,
-    check_options,
-    check_sinks,
-)
+from flashattn_lite.arguments import check_dense, check_kv_lens, check_options, check_sinks
+from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.watchers import mapped
 

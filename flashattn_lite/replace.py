@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import forks, sdpa
-from flashattn_lite.arguments import is_causal_bias
+from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.tiles import autocasts
 from flashattn_lite.watchers import watched
 

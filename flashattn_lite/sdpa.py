@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import api, arguments, batch_dims, calls, operators, ops, watchers
-from flashattn_lite.arguments import is_causal_bias
+from flashattn_lite.arguments_mask import check_mask_shape, is_causal_bias, mask_remedy
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
 from flashattn_lite.scalars import is_number
@@ -176,10 +176,10 @@ def _check_mask(attn_mask: Tensor | None, given: Tensor | None, query: Tensor, i
         remedy = "Leave is_causal out: it says as much." if is_causal_bias(given) else remedy
         raise value_error("attn_mask", "must be None when is_causal is True", given, remedy)
     if not isinstance(attn_mask, Tensor):
-        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, arguments.mask_remedy(attn_mask))
+        raise type_error("attn_mask", "must be a torch.Tensor or None", attn_mask, mask_remedy(attn_mask))
     arguments.check_strided("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        remedy = arguments.mask_remedy(attn_mask)
+        remedy = mask_remedy(attn_mask)
         if given is not None and given.dtype != attn_mask.dtype:
             remedy = f"Autocast made it {show(attn_mask.dtype)}, and left query: pass it in query's dtype."
         relation = f"dtype must be bool, float32 or query's ({show(query.dtype)})"
@@ -236,7 +236,7 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 
 
 def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -> Tensor:
-    arguments.check_mask_shape("attn_mask", mask.shape, full, "(..., heads, len_q, len_k)", given)
+    check_mask_shape("attn_mask", mask.shape, full, "(..., heads, len_q, len_k)", given)
     return mask.reshape((1,) * (max(len(full), 3) - mask.dim()) + mask.shape)
 
 

@@ -81,10 +81,11 @@ REFUSED = {
                       "shape (2,), int64, on cpu. Cast it: .to(torch.int32)."),
     "kv_lens shape": (call(kv_lens=CU_Q), ValueError, "kv_lens: must have shape (batch,) = (2,); got a tensor of shape"),
     "kv_lens kind": (call(kv_lens=[1, 2]), TypeError, "kv_lens: must be an int32 torch.Tensor; got [1, 2]."),
-    "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass a number, or None for the default."),
-    "scale of float64": (call(scale=1e39), ValueError, "scale: must be finite in float32; got 1e+39."),
-    "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be finite in float32; got -1000000000000000000000000000000000000000"
-                          "0000000000000000000.... Pass a number, or None for the default."),
+    "scale nan": (call(scale=float("nan")), ValueError, "scale: must be finite; got nan. Pass such a number, or None for the default."),
+    "scale of float64": (call(scale=1e39), ValueError, "scale: must be at most 1.7e+38 in size, half of float32's "
+                         "most; got 1e+39. Pass such a number, or None for the default."),
+    "scale of no float": (call(scale=-(10**400)), ValueError, "scale: must be at most 1.7e+38 in size, half of float32's most; got -1000000000000000000000000000000000000000"
+                          "0000000000000000000.... Pass such a number, or None for the default."),
     "scale of a tensor": (call(scale=torch.tensor(0.5)), TypeError, "scale: must be a float or None; got a tensor of shape "
                           "(), float32, on cpu. Pass scale.item()."),
     "softcap that learns": (call(softcap=torch.tensor(3.0, requires_grad=True)), TypeError, "softcap: must be a float or "
@@ -94,7 +95,7 @@ REFUSED = {
                          "To a transform of torch.func it is no number: pass 1.0 and multiply the queries by it."),
     "softcap under vmap": (lambda: torch.vmap(lambda s: fa.attention(Q, Q, Q, softcap=s))(torch.ones(2)), TypeError,
                            "To a transform of torch.func it is no number: call once for each of its values."),
-    "scale a flag": (call(scale=True), TypeError, "scale: must be a float or None; got True. Pass a number, or None for"),
+    "scale a flag": (call(scale=True), TypeError, "scale: must be a float or None; got True. Pass such a number, or None for"),
     "q nested": (call(q=NESTED), TypeError, "q: must be a dense strided tensor; "
                  "got a nested tensor, float32, on cpu. Pad it with torch.nested.to_padded_tensor, or pack its sequences "
                  "for attention_varlen."),
@@ -103,7 +104,8 @@ REFUSED = {
                        ".to_dense()."),
     "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
-    "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be greater than 0 in float32; got 1e-40."),
+    "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be at least 1.2e-38, float32's least; got "
+                           "1e-40. Pass None for no soft cap."),
     "softcap inf": (call(softcap=float("inf")), ValueError, "softcap: must be finite; got inf."),
     "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. Pass bool(causal)."),
     "q_start": (call(q_start=1.5), TypeError, "q_start: must be an int or None; got 1.5."),
@@ -227,10 +229,10 @@ def test_integers_of_numpy_are_integers():
 def test_other_numbers_have_the_same_limits_and_are_shown():
     np = pytest.importorskip("numpy")
     for options, text in (
-        ({"scale": np.float32(3e38)}, "scale: must be finite in float32; got 3e+38."),
-        ({"softcap": np.float32(1e-40)}, "softcap: must be greater than 0 in float32; got 1e-40."),
+        ({"scale": np.float32(3e38)}, "scale: must be at most 1.7e+38 in size, half of float32's most; got 3e+38."),
+        ({"softcap": np.float32(1e-40)}, "softcap: must be at least 1.2e-38, float32's least; got 1e-40."),
         ({"softcap": np.int64(-3)}, "softcap: must be greater than 0; got -3."),
-        ({"softcap": Fraction(10**60)}, "softcap: must be finite in float32; got 1000"),
+        ({"softcap": Fraction(10**60)}, "softcap: must be at most 1.7e+38 in size, half of float32's most; got 1000"),
         ({"window": (np.int64(-1), 0)}, "window: left must be at least 0; got (-1, 0)."),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(text)):

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "flashattn_lite"
 
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
-    "errors problem scalars watchers forks batch_dims arguments arguments_decode arguments_varlen",
+    "errors problem scalars watchers forks batch_dims arguments arguments_decode arguments_mask arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning "
     "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "
@@ -46,12 +46,9 @@ NEIGHBOURS = {
     ("arguments", "problem"),
     ("arguments", "scalars"),
     ("arguments", "watchers"),
-    ("arguments_decode", "arguments"),
-    ("arguments_decode", "errors"),
-    ("arguments_decode", "scalars"),
-    ("arguments_varlen", "arguments"),
-    ("arguments_varlen", "errors"),
-    ("arguments_varlen", "scalars"),
+    *((f"arguments_{kind}", "arguments") for kind in ("decode", "mask", "varlen")),
+    *((f"arguments_{kind}", "errors") for kind in ("decode", "mask", "varlen")),
+    *((f"arguments_{kind}", "scalars") for kind in ("decode", "varlen")),
     ("batch_dims", "problem"),
     ("batch_dims", "scalars"),
     ("scores", "state"),

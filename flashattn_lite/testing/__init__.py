@@ -62,8 +62,9 @@ def check(
     Args:
         attention: called as `attention(q, k, v, **options, return_lse=True)`, with options of
             `flashattn_lite.attention`, and only those that differ from their defaults. q (B, Hq, L, D),
-            k (B, Hkv, S, D), v (B, Hkv, S, Dv); returns (out, lse). Without "lse" in features it is called without
-            return_lse and returns out. It may not write to what it is given, nor to memory that this is a view of.
+            k (B, Hkv, S, D), v (B, Hkv, S, Dv); returns (out, lse). One law calls it without return_lse too, and then
+            it returns out alone, as in all laws without "lse" in features. It may not write to what it is given, nor
+            to memory that this is a view of.
         n: problems per law.
         laws: default ALL_LAWS; those that need a feature which is not given are left out.
         features: what attention knows, of `strategies.FEATURES`: "gqa", "causal", "q_start", "window", "scale",
@@ -105,7 +106,7 @@ def check_packed(
 
     Args:
         attention_varlen: a callable with flashattn_lite.attention_varlen's signature; return_lse=True gives
-            out (total_q, Hq, Dv) and lse (Hq, total_q). Without "lse" in features, out alone and no return_lse.
+            out (total_q, Hq, Dv) and lse (Hq, total_q), and without it out alone, as `check` has it.
         laws: default PACKED_LAWS.
         n, features, seed, shrink, sizes: as `check`; sizes are those of `strategies.packed_cases`.
 

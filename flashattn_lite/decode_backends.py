@@ -65,8 +65,8 @@ class Tiled(dispatch.Tiled):
             if table.device.type == "cpu":  # only there may the host know the length
                 count = min(table.shape[1], -(-max(0, int(inputs.kv_lens[b])) // keys) * (keys // page_size))
             entries = table[b, :count].long().clamp(0, max(0, pages - 1))
-            # [1, Hkv, keys, D]
-            k, v = (x.transpose(0, 1).index_select(1, entries).flatten(1, 2)[None] for x in (inputs.k, inputs.v))
+            # [1, Hkv, keys, D]. Along another dim than the first, torch would first copy all pages that there are.
+            k, v = (x.index_select(0, entries).transpose(0, 1).flatten(1, 2)[None] for x in (inputs.k, inputs.v))
             one = slice(b, b + 1)
             alone = Inputs(inputs.q[one], k, v, sinks=inputs.sinks, kv_lens=inputs.kv_lens[one])
             tiled.forward(replace(problem, batch=1, len_k=k.shape[2]), alone, out[one], lse[one])

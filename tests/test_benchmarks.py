@@ -14,6 +14,7 @@ from benchmarks import (
     attention,
     backward,
     cpu,
+    cpu_softmax,
     decode,
     decode_mixed,
     host_time,
@@ -280,3 +281,20 @@ def test_the_cpu_benchmark_finds_what_is_wrong(wrong, monkeypatch):
     monkeypatch.setattr(cpu, "PROVIDERS", {"torch": right, "other": others[wrong]})
     with pytest.raises(AssertionError, match="other is wrong by"):
         cpu.check(q, k, v, True)
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.00001, float("nan")])
+def test_the_cpu_benchmark_of_softmax_finds_what_is_wrong(wrong, monkeypatch):
+    monkeypatch.setattr(cpu_softmax, "CELLS", [(20, 50)])
+    function = lambda x: torch.softmax(x, -1) * wrong
+    monkeypatch.setattr(cpu_softmax, "OPS", {"softmax": {"flashattn_lite": function, "torch": function}})
+    if wrong == 1.0:
+        assert [row["metric"] for row in cpu_softmax.measure_all()] == [
+            "relative_error",
+            "relative_error",
+            "ms",
+            "ms",
+        ] * 2
+    else:
+        with pytest.raises(ArithmeticError, match="softmax 20 x 50 float32: wrong by"):
+            list(cpu_softmax.measure_all())

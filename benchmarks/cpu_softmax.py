@@ -6,7 +6,7 @@ Two threads. The errors are the largest of 16 rows, relative to float64.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flashattn_lite
+from benchmarks import tables
 from benchmarks.command import parser_of
 from benchmarks.cpu import THREADS
 from benchmarks.provenance import results_of, row_provenance, write_rows
@@ -66,6 +67,23 @@ def measure_all() -> Iterator[dict[str, object]]:
                     }  # fmt: skip
 
 
+def table(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """torch's time over ours (of statistics: its logsumexp's), and errors of float32, for docs/performance.md."""
+    read = [{name: str(value) for name, value in row.items()} for row in rows]
+    times, errors = (tables.speeds(read, metric, "op", "dtype", "rows", "cols") for metric in ("ms", "relative_error"))
+    cells = [(str(count), str(cols)) for count, cols in CELLS]
+    lines = tables.header("", *map(" x ".join, cells))
+    for op, providers in OPS.items():
+        ours, other = providers
+        for dtype in DTYPES:
+            of = [times[op, dtype, *cell] for cell in cells]
+            lines.append(tables.line(f"{op}, {dtype}", *(f"{cell[other] / cell[ours]:.2f}" for cell in of)))
+    for name in OPS["softmax"]:
+        of = [errors["softmax", "float32", *cell] for cell in cells]
+        lines.append(tables.line(f"error of {name}", *(f"{cell[name]:.1e}" for cell in of)))
+    return lines
+
+
 def main() -> None:
     parser = parser_of("cpu_softmax", __doc__)
     default = results_of("cpu") / "softmax.csv"
@@ -74,6 +92,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     rows = list(measure_all())
+    print("\n".join(table(rows)))
     if options.csv is not None:
         write_rows(options.csv, rows, columns())
 

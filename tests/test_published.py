@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import provenance, tables
+from benchmarks import cpu_softmax, provenance, tables
 
 PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 H100 = provenance.RESULTS / "h100-80gb-hbm3"
@@ -148,6 +148,13 @@ def test_where_the_cpu_path_stands():
     assert f"\n| CPU: no slower than torch | {reached}" in PAGE
     (commit,) = {row["commit"] for row in rows}
     assert f"one run at {commit} (`benchmarks/results/cpu/attention.csv`," in PAGE
+
+
+def test_where_softmax_on_the_cpu_stands():
+    rows = tables.results(provenance.RESULTS / "cpu")("softmax")
+    assert "\n".join(cpu_softmax.table(rows)) in PAGE
+    (commit,) = {row["commit"] for row in rows}
+    assert f"(`benchmarks/results/cpu/softmax.csv`, one run at {commit}," in PAGE
 
 
 def statistics_reached():

@@ -105,12 +105,12 @@ def make_data(batch: int, room: int, tokens: int, device: str = "cuda") -> Data:
 
 
 def ours(data: Data) -> Tensor:
-    return flashattn_lite.attention_decode(data.q, data.k, data.v, data.lens)  # type: ignore[return-value]
+    return flashattn_lite.attention_decode(data.q, data.k, data.v, data.lens)
 
 
 def ours_paged(data: Data) -> Tensor:
     k, v, table = data.pages
-    return flashattn_lite.attention_decode(data.q, k, v, data.lens, block_table=table)  # type: ignore[return-value]
+    return flashattn_lite.attention_decode(data.q, k, v, data.lens, block_table=table)
 
 
 def ours_packed(data: Data) -> Tensor:

@@ -240,7 +240,7 @@ def options_of(shape: Shape) -> dict[str, Any]:
 
 def ours(shape: Shape) -> Call:
     options = options_of(shape)
-    return lambda x: flashattn_lite.attention(x.q, x.k, x.v, mask=x.mask, sinks=x.sinks, **options)  # type: ignore
+    return lambda x: flashattn_lite.attention(x.q, x.k, x.v, mask=x.mask, sinks=x.sinks, **options)
 
 
 def sdpa(shape: Shape) -> Call:

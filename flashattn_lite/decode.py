@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators
 from flashattn_lite import target as targets
 from flashattn_lite.decode_backends import BACKENDS
+from flashattn_lite.options import Cached
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
 from flashattn_lite.scalars import as_int64
 from flashattn_lite.watchers import bare
@@ -107,6 +108,21 @@ operators.derive(attention_decode_op, _save, _backward, _refuse)
 operators.one_by_one(attention_decode_op)
 
 
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, *,
+    return_lse: Literal[False] = ..., **options: Unpack[Cached],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, *,
+    return_lse: Literal[True], **options: Unpack[Cached],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor, *,
+    return_lse: bool, **options: Unpack[Cached],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,

@@ -14,7 +14,8 @@ PACKAGE = ROOT / "flashattn_lite"
 
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
-    "errors problem scalars watchers forks batch_dims arguments arguments_decode arguments_mask arguments_varlen",
+    "errors problem options scalars watchers forks batch_dims "
+    "arguments arguments_decode arguments_mask arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning "
     "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "
@@ -30,7 +31,7 @@ ROOMS = [
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
     "dispatch flops",
     "calls ops softmax decode_backends",
-    "api decode",
+    "api merge decode",
     "sdpa replace integrations testing",
 ]
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
@@ -49,6 +50,7 @@ NEIGHBOURS = {
     *((f"arguments_{kind}", "arguments") for kind in ("decode", "mask", "varlen")),
     *((f"arguments_{kind}", "errors") for kind in ("decode", "mask", "varlen")),
     *((f"arguments_{kind}", "scalars") for kind in ("decode", "varlen")),
+    ("options", "problem"),
     ("batch_dims", "problem"),
     ("batch_dims", "scalars"),
     ("scores", "state"),

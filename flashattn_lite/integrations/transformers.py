@@ -219,7 +219,6 @@ def attention_forward(
         mask=biased(attention_mask, position_bias),
         **options,
     )
-    assert isinstance(out, Tensor)
     if block_indices is not None and attention_mask is not None:
         out = seen_or_mean(out, value, attention_mask)
     return out.transpose(1, 2).contiguous(), None

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_lite.api import merge_attention
 from flashattn_lite.arguments_decode import MAX_ROWS
+from flashattn_lite.merge import merge_attention
 from flashattn_lite.testing import laws, locality
 from flashattn_lite.testing.case import Attention, Case, Result
 from flashattn_lite.testing.oracle import assert_close_to_oracle, expect

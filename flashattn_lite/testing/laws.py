@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from flashattn_lite.api import merge_attention
 from flashattn_lite.errors import show
+from flashattn_lite.merge import merge_attention
 from flashattn_lite.reference import repeat_heads
 from flashattn_lite.testing.case import Attention, Case, Result, needs
 from flashattn_lite.testing.gradients import gradients_match_autograd

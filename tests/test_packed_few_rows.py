@@ -156,13 +156,14 @@ def problem_of(tokens, keys, most_q, most_k=None, group=4, **options):
 @pytest.mark.parametrize(
     ("group", "most", "reason"),
     [
-        (4, None, "these are 68 (where nothing is promised, 17 for each query head)"),
-        (1, UNPROMISED, "these are 17"),
+        (4, None, "by max_seqlen_q, which counts as 17 or more where it is not given; here 68"),
+        (1, UNPROMISED, "here 17"),
         (4, 4, ""),
-        (4, 5, "for 1 to 16 query rows per key/value head, as max_seqlen_q promises them; here these are 20"),
+        (4, 5, "for 1 to 16 query rows per key/value head by max_seqlen_q, which"),
+        (4, 6, "here 24"),
         (16, 1, ""),
-        (17, 1, "these are 17"),
-        (4, 0, "these are 0"),
+        (17, 1, "here 17"),
+        (4, 0, "here 0"),
     ],
 )
 def test_who_is_taken(group, most, reason):

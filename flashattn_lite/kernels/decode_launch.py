@@ -66,8 +66,8 @@ def why_not_packed(problem: AttentionProblem) -> list[str]:
     if 0 < rows <= most:
         return []
     return [
-        f"of packed sequences it is for 1 to {most} query rows per key/value head, as max_seqlen_q promises them; here "
-        f"these are {rows} (where nothing is promised, {UNPROMISED} for each query head)"
+        f"of packed sequences it is for 1 to {most} query rows per key/value head by max_seqlen_q, which counts as "
+        f"{UNPROMISED} or more where it is not given; here {rows}"
     ]
 
 

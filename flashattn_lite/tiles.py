@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,13 +40,14 @@ def lowered(device: torch.device, *args: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Dense sequences of one length, as views: all of a dense problem, or one sequence of a packed one."""
+    """Dense sequences of one length, as views: all of a dense problem, or neighbours in a packed one."""
 
     problem: AttentionProblem
     inputs: Inputs
     rows: slice | None = None  # of a packed problem
     keys: slice | None = None
-    batch: slice | None = None  # its place there
+    batch: slice | None = None  # their places there
+    count: int = 1  # of them there
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -54,14 +56,16 @@ class Sequences:
     def of_rows(self, x: Tensor) -> Tensor:
         """[B, Hkv, G, L, D] from a tensor of q's layout, [B, Hkv, G, L] from one of lse's."""
         if self.rows is not None:
-            x = (x[self.rows].transpose(0, 1) if x.dim() == 3 else x[:, self.rows])[None]
+            x = self.packed(x if x.dim() == 3 else x.transpose(0, 1), self.rows)
         return x.unflatten(1, self.heads)
 
     def of_keys(self, x: Tensor) -> Tensor:
         """[B, Hkv, S, D] from a tensor of k's layout."""
-        if self.keys is not None:
-            x = x[self.keys].transpose(0, 1)[None]
-        return x
+        return x if self.keys is None else self.packed(x, self.keys)
+
+    def packed(self, x: Tensor, tokens: slice) -> Tensor:
+        """[B, H, length, ...] of those tokens of x [tokens, H, ...]."""
+        return x[tokens].unflatten(0, (self.count, (tokens.stop - tokens.start) // self.count)).transpose(1, 2)
 
     def of_mask(self, mask: Tensor) -> Tensor:
         """[B, Hkv, G, L, S], each 1 where the mask is broadcast."""
@@ -120,15 +124,22 @@ class Sequences:
 
 
 def sequences(problem: AttentionProblem, inputs: Inputs) -> Iterator[Sequences]:
-    """All of a dense problem at once, a packed one sequence by sequence (its offsets are read on the host)."""
+    """All of a dense problem at once; of a packed one, whose offsets are read on the host, neighbours of one length.
+
+    On a GPU these would choose each other's bits (`tiled.py`), so there each sequence goes alone.
+    """
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         yield Sequences(problem, inputs)
         return
     cu_q, cu_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    for b in range(problem.batch):
-        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        if rows.stop > rows.start:
-            yield Sequences(problem, inputs, rows, keys, slice(b, b + 1))
+    alone = problem.device.type != "cpu"
+    lengths = lambda b: (cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b], alone and b)
+    for (len_q, *_), group in itertools.groupby(range(problem.batch), lengths):
+        first, *others = group
+        count = 1 + len(others)
+        rows, keys = (slice(cu[first], cu[first + count]) for cu in (cu_q, cu_k))
+        if len_q:
+            yield Sequences(problem, inputs, rows, keys, slice(first, first + count), count)
 
 
 @dataclass(frozen=True)

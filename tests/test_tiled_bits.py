@@ -55,6 +55,47 @@ def test_a_sequence_and_a_head_have_their_bits_however_they_lie(laid, dtype, bac
             assert all(torch.equal(x[alone], one) for x, one in zip(whole, of_one, strict=True))
 
 
+OPTIONS = {"full": {}, "causal": {"causal": True}, "all": {"window": (40, 3), "softcap": 3.0, "sinks": torch.randn(4)}}
+LENGTHS = (5, 5, 5, 3, 0, 0, 3, 3, 70, 70), (9, 9, 9, 9, 4, 4, 0, 0, 130, 130)  # of q and k
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_neighbours_of_one_length_have_the_bits_that_they_have_alone(dtype, options):
+    """In a packed batch they are computed as a dense one."""
+    torch.manual_seed(0)
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in LENGTHS)
+    q, d_out = torch.randn(2, sum(LENGTHS[0]), 4, 24, dtype=dtype)
+    k, v = torch.randn(sum(LENGTHS[1]), 2, 2, 24, dtype=dtype).unbind(1)
+    lens = torch.tensor([9, 2, 0, 9, 4, 4, 0, 0, 130, 101], dtype=torch.int32)
+
+    def results(tensors: tuple[Tensor, ...], cu_q: Tensor, cu_k: Tensor, lens: Tensor) -> list[Tensor]:
+        """Rows first: (out, lse, dq), (dk, dv)."""
+        *leaves, d_out = (x.detach().requires_grad_() for x in tensors)
+        told = options | {"kv_lens": lens, "return_lse": True, "backend": "tiled"}
+        out, lse = fa.attention_varlen(*leaves, cu_q, cu_k, **told)
+        return [out, lse.T, *torch.autograd.grad(out, leaves, d_out)]
+
+    whole = results((q, k, v, d_out), cu_q, cu_k, lens)
+    for b in range(len(lens)):
+        m, n = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        alone = (cu[b : b + 2] - cu[b] for cu in (cu_q, cu_k))
+        of_one = results((q[m], k[n], v[n], d_out[m]), *alone, lens[b : b + 1])
+        for x, one, part in zip(whole, of_one, (m, m, m, n, n), strict=True):
+            assert torch.equal(x[part], one), b
+
+
+@pytest.mark.parametrize(("device", "together"), [("cpu", [3, 1, 2, 2]), ("meta", [1] * 8)])
+def test_neighbours_of_one_length_are_computed_together_on_the_cpu(device, together):
+    """Elsewhere products of many slots have other bits than those of one."""
+    q, k = torch.randn(sum(LENGTHS[0]), 4, 24, device=device), torch.randn(sum(LENGTHS[1]), 2, 24, device=device)
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in LENGTHS)
+    inputs = Inputs(q, k, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    plain = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))
+    found = [seq.q.shape[0] for seq in sequences(describe(inputs, causal=True, scale=1.0, **plain), inputs)]
+    assert found == together
+
+
 def test_what_positions_hide_is_kept_for_few_tiles():
     q, k = torch.randn(2, 4, 23, 16), torch.randn(2, 4, 37, 16)
     plain = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))

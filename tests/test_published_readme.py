@@ -17,7 +17,11 @@ def between(values, digits=2):
 def test_the_readme_has_the_overview():
     assert README.partition("| work |")[2].partition("\n\n")[0] == "\n".join(overview.lines()).removeprefix("| work |")
     text, cells = " ".join(README.split()), tables.attention_cells(tables.results()("attention"), "bf16")
-    cudnn, rival, _ = tables.summary(cells)
+    cudnn, rival, ahead = tables.summary(cells)
+    fastest = {max(rivals, key=rivals.__getitem__) for rivals in map(tables.rivals, cells.values())}
+    assert fastest == {"sdpa-cudnn", "fa3", "fa4"} and ahead == len(cells)
+    told = f"the bf16 forward is {rival:.2f} of the fastest of cuDNN, FlashAttention-3 and FlashAttention-4 in the mean"
+    assert f"{told} of {len(cells)} shapes, and ahead in all of them" in text
     assert f"on an H200 unless a row says otherwise: {rival:.2f} is {rival - 1:.0%} faster" in text
     assert f"it is {cudnn:.2f} of cuDNN, which is what torch's function picks there." in text
     dims, _, lengths = map(set, zip(*cells, strict=True))

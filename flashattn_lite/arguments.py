@@ -147,7 +147,7 @@ def check_options(
     if softcap is not None and not unless_known(softcap > 0):
         raise value_error("softcap", "must be greater than 0", softcap, "Pass None for no soft cap.")
     if softcap is not None and not isinstance(softcap, SYMBOLS) and plain(softcap) < FLOAT32.tiny:
-        relation = f"must be at least {FLOAT32.tiny:.2g}, float32's least"
+        relation = f"must be at least {FLOAT32.tiny:.2g}, float32's least normal number"
         raise value_error("softcap", relation, softcap, "Pass None for no soft cap.")
 
 

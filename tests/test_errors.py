@@ -104,7 +104,7 @@ REFUSED = {
                        ".to_dense()."),
     "scale kind": (call(scale="1"), TypeError, "scale: must be a float or None; got '1'."),
     "softcap": (call(softcap=0.0), ValueError, "softcap: must be greater than 0; got 0.0. Pass None for no soft cap."),
-    "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be at least 1.2e-38, float32's least; got "
+    "softcap of float64": (call(softcap=1e-40), ValueError, "softcap: must be at least 1.2e-38, float32's least normal number; got "
                            "1e-40. Pass None for no soft cap."),
     "softcap inf": (call(softcap=float("inf")), ValueError, "softcap: must be finite; got inf."),
     "causal": (call(causal=1), TypeError, "causal: must be True or False; got 1. Pass bool(causal)."),
@@ -230,7 +230,10 @@ def test_other_numbers_have_the_same_limits_and_are_shown():
     np = pytest.importorskip("numpy")
     for options, text in (
         ({"scale": np.float32(3e38)}, "scale: must be at most 1.7e+38 in size, half of float32's most; got 3e+38."),
-        ({"softcap": np.float32(1e-40)}, "softcap: must be at least 1.2e-38, float32's least; got 1e-40."),
+        (
+            {"softcap": np.float32(1e-40)},
+            "softcap: must be at least 1.2e-38, float32's least normal number; got 1e-40.",
+        ),
         ({"softcap": np.int64(-3)}, "softcap: must be greater than 0; got -3."),
         ({"softcap": Fraction(10**60)}, "softcap: must be at most 1.7e+38 in size, half of float32's most; got 1000"),
         ({"window": (np.int64(-1), 0)}, "window: left must be at least 0; got (-1, 0)."),

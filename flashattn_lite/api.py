@@ -192,28 +192,28 @@ def attention_varlen(
     return done if return_lse else done[0]
 
 
-def _check_attention(
-    tensors: tuple[Any, ...], causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
+def _check_attention(tensors: tuple[Any, ...], *rest: Any) -> None:
+    q, k, v, *_ = tensors
+    arguments.check_dense(q, k, v)
+    _check_others(tensors, q.shape[0], *rest)
+
+
+def _check_packed(tensors: tuple[Any, ...], *rest: Any) -> None:
+    q, k, v, _, _, _, cu_seqlens_q, cu_seqlens_k = tensors
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest[5:7])
+    _check_others(tensors, cu_seqlens_q.shape[0] - 1, *rest)
+
+
+def _check_others(
+    tensors: tuple[Any, ...], batch: int, causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
 ) -> None:
     q, k, v, mask, sinks, kv_lens, _, _ = tensors
-    arguments.check_dense(q, k, v)
     arguments.check_no_tangent(q=q, k=k, v=v, mask=mask, sinks=sinks)
     arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-    check_mask(mask, q, k.shape[2])
+    if mask is not None:
+        check_mask(mask, q, k.shape[2])
     arguments.check_sinks(sinks, q)
-    arguments.check_kv_lens(kv_lens, q, q.shape[0])
-    dispatch.check_backend(rest[-1])
-
-
-def _check_packed(
-    tensors: tuple[Any, ...], causal: Any, q_start: Any, window: Any, scale: Any, softcap: Any, *rest: Any
-) -> None:
-    q, k, v, _, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k = tensors
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest[:2])
-    arguments.check_no_tangent(q=q, k=k, v=v, sinks=sinks)
-    arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-    arguments.check_sinks(sinks, q)
-    arguments.check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
+    arguments.check_kv_lens(kv_lens, q, batch)
     dispatch.check_backend(rest[-1])
 
 

@@ -46,8 +46,7 @@ class Sequences:
     inputs: Inputs
     rows: slice | None = None  # of a packed problem
     keys: slice | None = None
-    batch: slice | None = None  # their places there
-    count: int = 1  # of them there
+    batch: range = range(1)  # their places there
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -56,16 +55,17 @@ class Sequences:
     def of_rows(self, x: Tensor) -> Tensor:
         """[B, Hkv, G, L, D] from a tensor of q's layout, [B, Hkv, G, L] from one of lse's."""
         if self.rows is not None:
-            x = self.packed(x if x.dim() == 3 else x.transpose(0, 1), self.rows)
+            x = self.of_tokens(x if x.dim() == 3 else x.transpose(0, 1), self.rows)
         return x.unflatten(1, self.heads)
 
     def of_keys(self, x: Tensor) -> Tensor:
         """[B, Hkv, S, D] from a tensor of k's layout."""
-        return x if self.keys is None else self.packed(x, self.keys)
+        return x if self.keys is None else self.of_tokens(x, self.keys)
 
-    def packed(self, x: Tensor, tokens: slice) -> Tensor:
+    def of_tokens(self, x: Tensor, tokens: slice) -> Tensor:
         """[B, H, length, ...] of those tokens of x [tokens, H, ...]."""
-        return x[tokens].unflatten(0, (self.count, (tokens.stop - tokens.start) // self.count)).transpose(1, 2)
+        count = len(self.batch)
+        return x[tokens].unflatten(0, (count, (tokens.stop - tokens.start) // count)).transpose(1, 2)
 
     def of_mask(self, mask: Tensor) -> Tensor:
         """[B, Hkv, G, L, S], each 1 where the mask is broadcast."""
@@ -102,7 +102,7 @@ class Sequences:
         if lens is None:
             return None
         most = min(self.k.shape[2], torch.iinfo(lens.dtype).max)
-        return (lens if self.batch is None else lens[self.batch]).clamp(0, most)
+        return (lens if self.rows is None else lens[self.batch.start : self.batch.stop]).clamp(0, most)
 
     @computed_once
     def biases(self) -> dict[tuple[int, int, int], Tensor]:
@@ -136,10 +136,10 @@ def sequences(problem: AttentionProblem, inputs: Inputs) -> Iterator[Sequences]:
     lengths = lambda b: (cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b], alone and b)
     for (len_q, *_), group in itertools.groupby(range(problem.batch), lengths):
         first, *others = group
-        count = 1 + len(others)
-        rows, keys = (slice(cu[first], cu[first + count]) for cu in (cu_q, cu_k))
+        batch = range(first, first + 1 + len(others))
+        rows, keys = (slice(cu[batch.start], cu[batch.stop]) for cu in (cu_q, cu_k))
         if len_q:
-            yield Sequences(problem, inputs, rows, keys, slice(first, first + count), count)
+            yield Sequences(problem, inputs, rows, keys, batch)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import math
 import pytest
 
 from benchmarks import cpu_softmax, provenance, tables
+from benchmarks.overview import H100, H200_TRITON_39
 
 PAGE = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-H100 = provenance.RESULTS / "h100-80gb-hbm3"
-H200_TRITON_39 = provenance.RESULTS / "h200-triton-3.9"
 CPU_LINES = {
     ("forward", "False"): "full",
     ("forward", "True"): "causal",
@@ -19,8 +18,8 @@ CPU_LINES = {
 }
 PUBLISHED = [(tables.results(), name) for name in tables.TABLES]
 ON_H100 = ("attention", "decode", "decode_mixed", "softmax", "shapes", "backward", "backward_bias")
-PUBLISHED += [(tables.results(H100), name) for name in ON_H100]
-PUBLISHED += [(tables.results(H200_TRITON_39), name) for name in ("attention", "decode", "softmax")]
+PUBLISHED += [(H100, name) for name in ON_H100]
+PUBLISHED += [(H200_TRITON_39, name) for name in ("attention", "decode", "softmax")]
 
 
 @pytest.mark.parametrize(("read", "name"), PUBLISHED)
@@ -99,7 +98,7 @@ def test_the_aims_are_compared_with_the_results():
 
 def test_the_aims_are_compared_with_the_results_of_an_h100():
     lines = PAGE.partition("| aim | reached there |")[2].partition("\n\n")[0].splitlines()[2:]
-    read = tables.results(H100)
+    read = H100
     bf16, fp16 = (tables.attention_cells(read("attention"), dtype) for dtype in ("bf16", "fp16"))
     (_, mean, ahead), (_, mean_16, ahead_16) = map(tables.summary, (bf16, fp16))
     short, short_16 = (

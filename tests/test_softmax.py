@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flashattn_lite import softmax_tiled
 from flashattn_lite.softmax import merge_softmax_stats, online_softmax, runs_triton, softmax_stats
 from flashattn_lite.testing.softmax import assert_softmax, assert_stats
 from tests.exhaustive import also
@@ -77,6 +78,17 @@ def test_layouts(randn: Callable[..., Tensor], layout: Callable[[Tensor], Tensor
     for dim in range(-x.dim(), x.dim()):
         check_softmax(x, dim)
         check_stats(x, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [1, 1000, 33000])
+def test_tiles_are_what_torch_s_kernel_is_on_the_cpu(dtype: torch.dtype, cols: int) -> None:
+    """Plain torch on a GPU goes by tiles: it may ask for no value, as the CPU does to find rows of -inf."""
+    x = (3 * torch.randn(7, cols, generator=torch.Generator().manual_seed(0))).to(dtype)
+    x[1], x[2, 0], x[3, -1] = -INF, NAN, INF
+    y = torch.empty_like(x)
+    softmax_tiled._by_tiles(x, y)
+    assert_softmax(y, x, -1)
 
 
 def test_scalars_and_empty_tensors(device: torch.device) -> None:

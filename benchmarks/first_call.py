@@ -1,7 +1,7 @@
 """How long a process's first call of attention takes, with nothing compiled yet and with what another one compiled.
 
-python -m benchmarks.first_call [--head-dims 64 128 256] [--lengths 512 4096] [--repeats 3] [--providers ...]
-                                [--out CSV]
+python -m benchmarks.first_call [--backward] [--head-dims 64 128 256] [--lengths 512 4096] [--repeats 3]
+                                [--providers ...] [--out CSV]
 
 Each time is that of a process of its own, one at a time: bf16, causal, 16k tokens, hidden size 2048. Torch and the
 provider's module are imported and the GPU is in use before the clock starts; what a call itself still imports, compiles
@@ -10,7 +10,7 @@ for what is kept; the next process finds that folder full.
 Rows of seconds (median, least and most over the repeats in the columns median, p20, p80): first_s with nothing
 compiled, again_s with it. Of ours also what Triton says that its steps took, once, in one more process with nothing
 compiled: walk_s (Python walks over the kernel's source), then the stages by their names (ttgir_s, llir_s, ptx_s,
-cubin_s).
+cubin_s). With --backward the time is that of a first training step, forward and backward, and has no steps.
 """
 
 from __future__ import annotations
@@ -54,26 +54,31 @@ def listen() -> dict[str, float]:
     return seconds
 
 
-def first_call(name: str, dim: int, length: int, steps: bool) -> dict[str, float]:
-    """In this process: seconds of the call, or of Triton's steps. The result is checked afterwards."""
+def first_call(name: str, dim: int, length: int, backward: bool, steps: bool) -> dict[str, float]:
+    """In this process: seconds of the call, or of Triton's steps. What comes of it is checked afterwards."""
     provider = PROVIDERS[name]()
     heads = HIDDEN // dim
     q, k, v = (
         provider.lay(torch.randn(TOKENS // length, heads, length, dim, device="cuda", dtype=torch.bfloat16))
         for _ in range(3)
     )
+    d_out = torch.randn_like(q)
+    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     by_step = listen() if steps else {}  # which imports Triton ahead of the call
     with provider.setting():
         torch.cuda.synchronize()
         start = time.perf_counter()
         out = provider.call(q, k, v, True)
+        grads = torch.autograd.grad(out, inputs, d_out) if backward else ()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    out, q, k, v = (provider.unlay(x)[:1].float() for x in (out, q, k, v))
+    q, k, v, d_out = (provider.unlay(x.detach())[:1].float().requires_grad_(backward) for x in (q, k, v, d_out))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    error = ((out - want).norm() / want.norm()).item()
-    if not error <= LARGEST_ERROR:
-        raise ArithmeticError(f"wrong: relative error {error:.2e}")
+    wants = [want, *(torch.autograd.grad(want, (q, k, v), d_out) if backward else ())]
+    for x, right in zip((out, *grads), wants, strict=True):
+        error = ((provider.unlay(x)[:1].float() - right).norm() / right.norm()).item()
+        if not error <= LARGEST_ERROR:
+            raise ArithmeticError(f"wrong: relative error {error:.2e}")
     return by_step if steps else {"s": seconds}
 
 
@@ -89,27 +94,28 @@ def in_a_process(folder: str, *args: Any) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(name: str, dim: int, length: int, repeats: int) -> dict[str, list[float]]:
+def measure(name: str, dim: int, length: int, backward: bool, repeats: int) -> dict[str, list[float]]:
     """Seconds of each metric, one a repeat."""
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             for metric in ("first_s", "again_s"):
-                found.setdefault(metric, []).append(in_a_process(folder, name, dim, length, False)["s"])
-    if name == "flashattn_lite":
+                found.setdefault(metric, []).append(in_a_process(folder, name, dim, length, backward, False)["s"])
+    if name == "flashattn_lite" and not backward:
         with tempfile.TemporaryDirectory() as folder:
-            found |= {step: [seconds] for step, seconds in in_a_process(folder, name, dim, length, True).items()}
+            found |= {step: [seconds] for step, seconds in in_a_process(folder, name, dim, length, False, True).items()}
     return found
 
 
-def rows_of(name: str, dim: int, length: int, repeats: int) -> list[dict[str, Any]]:
+def rows_of(name: str, dim: int, length: int, backward: bool, repeats: int) -> list[dict[str, Any]]:
     heads = HIDDEN // dim
     cell: dict[str, Any] = {
-        "op": "first_call", "provider": name, "batch": TOKENS // length, "heads_q": heads, "heads_kv": heads,
-        "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim, "dtype": "bf16", "causal": True,
+        "op": "first_step" if backward else "first_call", "provider": name, "batch": TOKENS // length,
+        "heads_q": heads, "heads_kv": heads, "len_q": length, "len_kv": length, "head_dim": dim, "head_dim_v": dim,
+        "dtype": "bf16", "causal": True,
     }  # fmt: skip
     try:
-        found = measure(name, dim, length, repeats)
+        found = measure(name, dim, length, backward, repeats)
     except Exception as reason:
         return [cell | {"metric": "absent", "median": in_a_line(reason)}]
     rows = []
@@ -122,21 +128,22 @@ def rows_of(name: str, dim: int, length: int, repeats: int) -> list[dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of("first_call", __doc__)
+    parser.add_argument("--backward", action="store_true", help="the first training step")
     parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=positive, default=[512, 4096])
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(NAMES))
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/first_call.csv")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/first_call.csv, or first_step.csv")
     options = parser.parse_args(argv)
     need_gpu(parser, ": without one nothing is compiled")
-    out = options.out or results_of() / "first_call.csv"
+    out = options.out or results_of() / ("first_step.csv" if options.backward else "first_call.csv")
     provenance = row_provenance("cuda")
     rows: list[dict[str, Any]] = []
     cells = list(itertools.product(options.head_dims, options.lengths, options.providers))
     with Progress(len(cells)) as bar:
         for done, (dim, length, name) in enumerate(cells):
             bar.show(done, f"{name}, head dim {dim}, {length} keys")
-            found = rows_of(name, dim, length, options.repeats)
+            found = rows_of(name, dim, length, options.backward, options.repeats)
             told = ", ".join(f"{row['metric']} {row['median']}" for row in found)
             print(f"d{dim} {length}: {name} {told}", flush=True)
             rows += [{**provenance, **row} for row in found]

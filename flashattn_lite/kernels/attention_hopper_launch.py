@@ -32,7 +32,7 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     varies,
 )
-from flashattn_lite.kernels.start import AS_WRITTEN, Address, Plan, Starter, counters, on
+from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on, start_all
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
@@ -181,7 +181,7 @@ class Call:
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
         self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
-        options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks], **AS_WRITTEN}
+        options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks]}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
@@ -211,18 +211,16 @@ class Call:
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
-        states, follows = (lse, lse, out), None
+        states, behind = (lse, lse, out), []
         if self.merge:
             states = self.merge.states(out)
-            follows = self.merge.start, self.merge.arguments(inputs, out, lse, states)
+            behind = [(self.merge.start, self.merge.arguments(inputs, out, lse, states))]
         elif self.uncovered:
-            follows = self.uncovered.start, self.uncovered.arguments(inputs, out, lse)
+            behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
         lent = self.lend(inputs, states[2])
-        self.start(self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device)))
+        arguments = self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device))
+        start_all([(self.start, arguments), *behind])
         self.descriptors.take_back(lent)
-        if follows:
-            start, args = follows
-            start(args)
 
 
 def prepare(

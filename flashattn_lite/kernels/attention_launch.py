@@ -25,7 +25,7 @@ from flashattn_lite.kernels.operands import (
     varies,
     vectorised,
 )
-from flashattn_lite.kernels.start import Plan, Starter, on, options_of
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
@@ -111,14 +111,11 @@ class Call:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        behind = self.uncovered.arguments(inputs, out, lse) if self.uncovered else ()
-        if self.start.grid[0]:
-            kv = self.lend(inputs)
-            self.start(self.arguments(kv, inputs, out, lse))
-            if self.tma:
-                self.descriptors.take_back(kv)
-        if self.uncovered:
-            self.uncovered.start(behind)
+        behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))] if self.uncovered else []
+        kv = self.lend(inputs)
+        start_all([(self.start, self.arguments(kv, inputs, out, lse)), *behind])
+        if self.tma:
+            self.descriptors.take_back(kv)
 
 
 def plan(

@@ -19,7 +19,7 @@ from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import interpreted, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.parts import Parts
-from flashattn_lite.kernels.start import Starter, on, options_of
+from flashattn_lite.kernels.start import Starter, compile_together, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
     backward_tile,
@@ -304,6 +304,8 @@ class Call:
         return self.wanted(inputs, grads, rows)
 
     def _launch(self, *tensors: Any) -> None:
+        if self.start.compiled is None:
+            compile_together(self.launches(*tensors))
         for start, args in self.launches(*tensors):
             if start.grid[0]:
                 start(args)

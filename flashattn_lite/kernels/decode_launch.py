@@ -27,7 +27,7 @@ from flashattn_lite.kernels.operands import (
     strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Plan, Starter, on, options_of
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
 from flashattn_lite.kernels.tuning import padded
 from flashattn_lite.kernels.tuning_decode import (
     FEW_ROWS,
@@ -196,9 +196,7 @@ class Call:
             on(out.device, self._launch, self.arguments(inputs, out, lse, table))
 
     def _launch(self, arguments: tuple[tuple[Any, ...], ...]) -> None:
-        for start, args in zip(self.starters, arguments, strict=True):
-            if start.grid[0]:
-                start(args)
+        start_all(list(zip(self.starters, arguments, strict=True)))
 
 
 def may_own_pairs(

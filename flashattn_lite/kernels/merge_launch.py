@@ -12,7 +12,7 @@ from torch import Tensor
 from flashattn_lite.kernels.decode_merge import merge_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.operands import contiguous, lse_strides, packing, strides
-from flashattn_lite.kernels.start import AS_WRITTEN, Starter
+from flashattn_lite.kernels.start import Starter
 from flashattn_lite.kernels.tuning import padded, power_of_two
 from flashattn_lite.kernels.tuning_decode import TELLING, DecodeConfig
 from flashattn_lite.problem import AttentionProblem, Inputs
@@ -58,7 +58,7 @@ class Merge:
         programs = heads * rows * triton.cdiv(problem.head_dim_v, columns)
         tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
         self.numbers += (long_own, long_lanes, columns, tells, problem.features, tile)
-        options: dict[str, Any] = {"num_warps": 1, "num_stages": 1, **AS_WRITTEN}
+        options: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_lite.kernels.device.products import parts
 from flashattn_lite.kernels.operands import sizes, strides
-from flashattn_lite.kernels.start import AS_WRITTEN, Starter
+from flashattn_lite.kernels.start import Starter
 
 ROWS = 16  # of a program; not tuned
 ALIGNED = 8  # columns: the tensor copy engine takes steps of 16 bytes
@@ -47,7 +47,7 @@ class Parts:
         width = triton.cdiv(self.dim, ALIGNED) * ALIGNED
         # There is no map of an empty tensor, which nobody reads.
         self.shape = (3, *(max(size, 1) for size in (batch, self.heads, self.rows)), width)
-        self.start = Starter(parts_kernel, triton.cdiv(self.count, ROWS), {"num_warps": 4, **AS_WRITTEN})
+        self.start = Starter(parts_kernel, triton.cdiv(self.count, ROWS), {"num_warps": 4})
 
     def empty(self) -> Tensor:
         """[part, batch, heads, rows, columns] to be filled."""

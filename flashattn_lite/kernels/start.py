@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
@@ -30,7 +31,7 @@ class Starter:
     """
 
     def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), options
+        self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), {**options, **AS_WRITTEN}
         self.compiled: Any = None
         self.runner: Any = None
         self.launcher: descriptors.Launcher | None = None
@@ -49,9 +50,39 @@ class Starter:
             compiled.run(*self.grid, stream, *without_hooks(compiled), *args)
 
 
+Launch = tuple[Starter, tuple[Any, ...]]  # with its arguments
+
+
+def start_all(launches: Sequence[Launch]) -> None:
+    """In their order; where the first was not started yet, all are compiled before that."""
+    if len(launches) > 1 and launches[0][0].compiled is None:
+        compile_together(launches)
+    for start, args in launches:
+        if start.grid[0]:
+            start(args)
+
+
+def compile_together(launches: Iterable[Launch]) -> None:
+    """Compiles the kernels of several launches side by side, for starters that then find them; starts none of them.
+
+    Python walks over one kernel's source at a time, but Triton lets go of Python's lock for what comes behind. What
+    fails here fails again when it is started, and is told there; where the interpreter ends, no thread starts.
+    """
+    device = torch.cuda.current_device()
+
+    def compile(start: Starter, args: tuple[Any, ...]) -> None:
+        with torch.cuda.device(device):
+            start.kernel.warmup(*args, grid=start.grid, **start.options)
+
+    with suppress(RuntimeError), ThreadPoolExecutor() as pool:
+        for start, args in launches:
+            if start.grid[0]:
+                pool.submit(compile, start, args)
+
+
 def options_of(config: Any) -> dict[str, Any]:
     """Of a kernel of attention with such a tile."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **AS_WRITTEN}
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:

@@ -1,0 +1,113 @@
+"""What the first call of several kernels compiles: all at once, and nothing that fails there is lost or lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+import triton.language as tl  # noqa: E402
+
+from benchmarks.offline import offline  # noqa: E402
+from flashattn_lite import target as targets  # noqa: E402
+from flashattn_lite.kernels import start as starting  # noqa: E402
+from flashattn_lite.kernels.start import Starter, compile_together, start_all  # noqa: E402
+
+pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
+WAIT = 20  # seconds
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Of three kernels that nobody has compiled, with their arguments; the last of a grid with no block."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+    def kernel(X, N: tl.constexpr):
+        tl.store(X, N)
+
+    with offline("sm_90"):
+        x = torch.zeros(1)
+        yield [
+            (Starter(triton.jit(kernel), blocks, {"num_warps": 1}), (x, n)) for n, blocks in ((3, 1), (4, 2), (5, 0))
+        ]
+
+
+def compilers(monkeypatch, compile):
+    """Makes Triton compile by that, for kernels that were never called."""
+    monkeypatch.setattr(triton.compiler, "compile", compile)
+
+
+def known(start):
+    """How many compiled kernels a launch would find."""
+    return sum(len(cache[0]) for cache in start.kernel.device_caches.values())
+
+
+def test_they_are_compiled_side_by_side(launches, monkeypatch):
+    compile, met = triton.compiler.compile, threading.Barrier(2, timeout=WAIT)
+
+    def meet(*args, **kwargs):
+        met.wait()
+        return compile(*args, **kwargs)
+
+    compilers(monkeypatch, meet)
+    compile_together(iter(launches))
+    assert [known(start) for start, _ in launches] == [1, 1, 0]
+    compilers(monkeypatch, None)
+    for start, args in launches[:2]:  # found: not compiled again
+        assert "st.global" in start.kernel.warmup(*args, grid=start.grid, **start.options).asm["ptx"]
+
+
+def test_what_fails_is_told_by_the_launch(launches, monkeypatch):
+    compile = triton.compiler.compile
+
+    def refuse(src, *args, **kwargs):
+        if 3 in src.constants.values():
+            raise RuntimeError("no code for 3")
+        return compile(src, *args, **kwargs)
+
+    compilers(monkeypatch, refuse)
+    compile_together(launches)
+    (failing, args), (other, _), _ = launches
+    assert (known(failing), known(other)) == (0, 1)
+    with pytest.raises(RuntimeError, match="no code for 3"):
+        failing.kernel.warmup(*args, grid=failing.grid, **failing.options)
+
+
+def test_nothing_is_asked_of_threads_that_can_not_start(launches, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    compile_together(launches)
+    assert [known(start) for start, _ in launches] == [0, 0, 0]
+
+
+def test_a_call_compiles_before_it_starts(monkeypatch):
+    """Once, and where there is more than one kernel."""
+
+    class Fake:
+        def __init__(self, name, blocks):
+            self.name, self.grid, self.compiled = name, (blocks, 1, 1), None
+
+        def __call__(self, args):
+            self.compiled = True
+            seen.append(self.name + args[0])
+
+    seen = []
+    monkeypatch.setattr(starting, "compile_together", lambda launches: seen.append(len(launches)))
+    first, empty, last = Fake("first", 2), Fake("empty", 0), Fake("last", 1)
+    for round in "ab":
+        start_all([(first, round), (empty, round), (last, round)])
+    assert seen == [3, "firsta", "lasta", "firstb", "lastb"]
+    start_all([(Fake("alone", 1), "c")])
+    assert seen[5:] == ["alonec"]
+
+
+def test_every_starter_asks_for_code_as_written():
+    """Else Triton 3.9 warns whoever calls, and its next version may decide otherwise."""
+    assert Starter(None, 1, {"num_warps": 4}).options == {"num_warps": 4, "enable_fp_fusion": False}

@@ -11,6 +11,7 @@ Rows of seconds (median, least and most over the repeats in the columns median, 
 compiled, again_s with it. Of ours also what Triton says that its steps took, once, in one more process with nothing
 compiled: walk_s (Python walks over the kernel's source), then the stages by their names (ttgir_s, llir_s, ptx_s,
 cubin_s). With --backward the time is that of a first training step, forward and backward, and has no steps.
+Python keeps its bytecode from one process to the next, so that only a machine's first one reads sources of modules.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def first_call(name: str, dim: int, length: int, backward: bool, steps: bool) ->
         torch.cuda.synchronize()
         start = time.perf_counter()
         out = provider.call(q, k, v, True)
-        grads = torch.autograd.grad(out, inputs, d_out) if backward else ()
+        # From a number, as of a loss: to be given a gradient, torch imports sympy.
+        grads = torch.autograd.grad((out * d_out).sum(), inputs) if backward else ()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     q, k, v, d_out = (provider.unlay(x.detach())[:1].float().requires_grad_(backward) for x in (q, k, v, d_out))
@@ -85,9 +87,10 @@ def first_call(name: str, dim: int, length: int, backward: bool, steps: bool) ->
 def in_a_process(folder: str, *args: Any) -> dict[str, float]:
     """`first_call(*args)` in a fresh process that keeps in that folder what it compiles."""
     code = f"import json; from benchmarks.first_call import first_call; print(json.dumps(first_call(*{args!r})))"
-    kept = {variable: str(Path(folder) / variable) for variable in KEPT}
+    variables = os.environ | {variable: str(Path(folder) / variable) for variable in KEPT}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | kept, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError((done.stderr.strip() or f"status {done.returncode}").splitlines()[-1])

@@ -188,3 +188,15 @@ def under(limit, cells):
 def cut(ratio, digits=3):
     """Not rounded up to what it does not reach."""
     return f"{math.floor(ratio * 10**digits) / 10**digits:.{digits}f}"
+
+
+def test_the_first_training_step_is_that_of_the_results():
+    rows = tables.results()("first_step")
+    (first,), (again,) = (tables.speeds(rows, name, "len_q").values() for name in ("first_s", "again_s"))
+    ours, flex = ((first[name], again[name]) for name in ("flashattn_lite", "flex"))
+    text = (
+        f"of d{rows[0]['head_dim']} {rows[0]['len_q']} took {ours[0]:.1f} s, in a second process {ours[1]:.1f}, "
+        f"FlexAttention's {flex[0]:.1f} and {flex[1]:.1f} (`first_step.csv`, {rows[0]['commit']}"
+    )
+    assert text in " ".join(PAGE.split())
+    assert f"a first training step {ours[0] / flex[0]:.1f} times as long" in PAGE

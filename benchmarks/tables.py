@@ -1,9 +1,9 @@
-"""Results of one GPU as tables of docs/performance.md, from their CSV alone:
+"""Results of one GPU as tables of docs/performance.md or docs/performance-elsewhere.md, from their CSV alone:
 
 python -m benchmarks.tables [--results benchmarks/results/<GPU>]
 
-A test compares the page with what this prints, so that no number of these tables is anybody's but a measurement's. What
-the page says of several runs at once (aims, ratios of tables) is written by hand.
+A test compares the pages with what this prints, so that no number of these tables is anybody's but a measurement's.
+What they say of several runs at once (aims, ratios of tables) is written by hand.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def each_and_earlier(now: Cells, then: Cells, yardstick: str, *but: str) -> list
 
 
 def packed_each(read: Read) -> list[str]:
-    return each_and_earlier(packed_cells(read("packed")), packed_cells(read("packed_peers")), "fa3")
+    cells = packed_cells(read("packed"))
+    return each(cells, cells, "fa3", named(cells) - {OURS})
 
 
 def packed(rows: Sequence[Row]) -> list[str]:

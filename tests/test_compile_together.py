@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 import triton.language as tl  # noqa: E402
 
-from benchmarks.offline import offline  # noqa: E402
+from benchmarks.offline import GPUS, attention_problem, offline  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
+from flashattn_lite.kernels import backward_launch  # noqa: E402
 from flashattn_lite.kernels import start as starting  # noqa: E402
 from flashattn_lite.kernels.start import Starter, compile_together, start_all  # noqa: E402
 
@@ -62,6 +64,20 @@ def test_they_are_compiled_side_by_side(launches, monkeypatch):
         assert "st.global" in start.kernel.warmup(*args, grid=start.grid, **start.options).asm["ptx"]
 
 
+def test_python_failing_for_nothing_is_asked_again(launches, monkeypatch):
+    warmup, (start, args) = launches[0][0].kernel.warmup, launches[0]
+    fails = iter((True, True, False))
+
+    def once_more(*args, **kwargs):
+        if next(fails):
+            raise SystemError("AST constructor recursion depth mismatch")
+        return warmup(*args, **kwargs)
+
+    monkeypatch.setattr(start.kernel, "warmup", once_more)
+    compile_together([(start, args)])
+    assert known(start) == 1
+
+
 def test_what_fails_is_told_by_the_launch(launches, monkeypatch):
     compile = triton.compiler.compile
 
@@ -87,6 +103,29 @@ def test_nothing_is_asked_of_threads_that_can_not_start(launches, monkeypatch):
     assert [known(start) for start, _ in launches] == [0, 0, 0]
 
 
+def test_a_backward_is_compiled_whose_descriptors_are_taken_back(monkeypatch, tmp_path):
+    """Which happens before a thread has looked at them, unless it is quick: here none is, until all were asked for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    asked, pool, seen = threading.Event(), ThreadPoolExecutor, []
+    waits = {"initializer": asked.wait, "initargs": (WAIT,)}
+    monkeypatch.setattr(starting, "ThreadPoolExecutor", lambda: pool(2, **waits))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: seen.append(told["cache_hit"]))
+    inputs, problem = attention_problem(24, 24, torch.bfloat16, 64, 4, False, False, False, "", (None, None), {})
+    out, lse = torch.empty(1, 4, 64, 24, dtype=torch.bfloat16), torch.empty(1, 4, 64)
+    call = backward_launch.Call(problem, inputs, out, (True, True, True, False, False), GPUS["sm_90"][1])
+
+    def launches():
+        yield from call.launches(inputs, out, lse, out, lse, *call.allocate(inputs, lse))
+        asked.set()
+
+    assert any(side.tile.TMA for side in call.sides)
+    with offline("sm_90"):
+        compile_together(launches())
+    assert seen == [False] * 5
+
+
 def test_a_call_compiles_before_it_starts(monkeypatch):
     """Once, and where there is more than one kernel."""
 
@@ -100,10 +139,10 @@ def test_a_call_compiles_before_it_starts(monkeypatch):
 
     seen = []
     monkeypatch.setattr(starting, "compile_together", lambda launches: seen.append(len(launches)))
-    first, empty, last = Fake("first", 2), Fake("empty", 0), Fake("last", 1)
+    empty, first, last = Fake("empty", 0), Fake("first", 2), Fake("last", 1)
     for round in "ab":
-        start_all([(first, round), (empty, round), (last, round)])
-    assert seen == [3, "firsta", "lasta", "firstb", "lastb"]
+        start_all([(empty, round), (first, round), (last, round)])
+    assert seen == [2, "firsta", "lasta", "firstb", "lastb"]
     start_all([(Fake("alone", 1), "c")])
     assert seen[5:] == ["alonec"]
 

@@ -23,6 +23,7 @@ from flashattn_lite.kernels import (  # noqa: E402
 )
 from flashattn_lite.problem import Inputs, describe  # noqa: E402
 from flashattn_lite.state import LOG2E  # noqa: E402
+from tests.starters import starters_run  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 has no launches")
 
@@ -122,7 +123,7 @@ def test_lengths_are_copied_ahead_of_the_launch_that_another_follows(behind, mon
     order = []
     copied = lambda x: order.append("copy") or x.contiguous()
     monkeypatch.setattr(attention_hopper_launch.counters, "next", lambda device: torch.zeros(1), raising=False)
-    monkeypatch.setattr(start.Starter, "__call__", lambda self, args: order.append(self.kernel.__name__))
+    starters_run(monkeypatch, lambda self, args: order.append(self.kernel.__name__))
     for module in (merge_launch, uncovered):
         monkeypatch.setattr(module, "contiguous", lambda x: x if x is None or x.is_contiguous() else copied(x))
     options = dict(causal=True, q_start=None, window_left=None, window_right=None, scale=1.0, softcap=None)

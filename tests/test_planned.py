@@ -29,6 +29,7 @@ from flashattn_lite.kernels import (
 )
 from flashattn_lite.target import Target, interpreting
 from flashattn_lite.testing.strategies import cases, packed_cases
+from tests.starters import starters_run
 from tests.targets import H200, OTHERS
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="the same without TRITON_INTERPRET=1")
@@ -83,7 +84,7 @@ def planning(gpu: Target) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "of", lambda device: gpu)
-        patch.setattr(start.Starter, "__call__", note)
+        starters_run(patch, note)
         for module in (attention_hopper_launch, attention_launch, backward_launch, decode_launch):
             patch.setattr(module, "on", lambda device, launch, *args: launch(*args))
         patch.setattr(attention_hopper_launch, "counters", Counters())

@@ -9,9 +9,10 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks import small_calls
 from flashattn_lite import calls
 from flashattn_lite import target as targets
-from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch, decode_launch, start
+from flashattn_lite.kernels import attention_hopper_launch, attention_launch, backward_launch, decode_launch
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.hopper_shape import HopperTile
+from tests.starters import starters_run
 from tests.targets import H200
 
 # What a name begins or ends with: its first kernel, and what holds for that one's tile.
@@ -40,7 +41,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(calls, "_ready", {})
     monkeypatch.setattr(calls, "_gradients", {})
     run = lambda starter, args: launched.append((starter.kernel.fn.__name__, args))
-    monkeypatch.setattr(start.Starter, "__call__", run)
+    starters_run(monkeypatch, run)
     for module in (attention_hopper_launch, attention_launch, backward_launch, decode_launch):
         monkeypatch.setattr(module, "on", lambda device, launch, *args: launch(*args))
     zero = lambda device: torch.zeros(1, dtype=torch.int32)

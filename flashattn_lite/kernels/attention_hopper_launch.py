@@ -180,7 +180,7 @@ class Call:
             *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
-        self.scores = score_args(problem, inputs) if all(x is None for x in inputs[3:]) else None
+        self.scores = score_args(problem, inputs) if all(x is None for x in (*inputs[3:], table)) else None
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks]}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options)

@@ -235,7 +235,7 @@ class Call:
     def __init__(
         self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target
     ) -> None:
-        self.problem, self.needs = problem, tuple(needs)
+        self.problem, self.needs, self.compiled = problem, tuple(needs), False
         q, k = inputs.q, inputs.k
         rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.features.varlen else (problem.len_q, problem.len_k)
         self.lengths = (rows_q, rows_k, problem.diag_lo, problem.diag_hi)
@@ -304,8 +304,9 @@ class Call:
         return self.wanted(inputs, grads, rows)
 
     def _launch(self, *tensors: Any) -> None:
-        if self.start.compiled is None:
+        if not self.compiled:
             compile_together(self.launches(*tensors))
+            self.compiled = True
         for start, args in self.launches(*tensors):
             if start.grid[0]:
                 start(args)

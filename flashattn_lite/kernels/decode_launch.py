@@ -167,7 +167,7 @@ class Call:
             *(tile.PDL and (packed or not alone) and grid <= TELLING, problem.features, tile),
         )
         partial = options_of(config)
-        if config.registers and target.kind == "cuda":
+        if config.registers:
             partial["maxnreg"] = config.registers
         self.partial = Starter(partial_kernel, grid, partial)
         self.starters, self.merge = [self.partial], None

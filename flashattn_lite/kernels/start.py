@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,9 @@ from triton import knobs
 
 from flashattn_lite.kernels import descriptors
 
+# ast.parse of two threads at once may fail for nothing: a collection of garbage within one lets the other in, and they
+# count how deep they are as one (seen on Python 3.11.7).
+RETRIES = 8
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
 # differ from 1 (device/state.py).
@@ -54,12 +58,12 @@ Launch = tuple[Starter, tuple[Any, ...]]  # with its arguments
 
 
 def start_all(launches: Sequence[Launch]) -> None:
-    """In their order; where the first was not started yet, all are compiled before that."""
+    """Those that have blocks, in their order; where the first was not started yet, all are compiled before that."""
+    launches = [launch for launch in launches if launch[0].grid[0]]
     if len(launches) > 1 and launches[0][0].compiled is None:
         compile_together(launches)
     for start, args in launches:
-        if start.grid[0]:
-            start(args)
+        start(args)
 
 
 def compile_together(launches: Iterable[Launch]) -> None:
@@ -71,13 +75,15 @@ def compile_together(launches: Iterable[Launch]) -> None:
     device = torch.cuda.current_device()
 
     def compile(start: Starter, args: tuple[Any, ...]) -> None:
-        with torch.cuda.device(device):
-            start.kernel.warmup(*args, grid=start.grid, **start.options)
+        for _ in range(RETRIES):
+            with suppress(SystemError), torch.cuda.device(device):
+                start.kernel.warmup(*args, grid=start.grid, **start.options)
+                return
 
     with suppress(RuntimeError), ThreadPoolExecutor() as pool:
         for start, args in launches:
-            if start.grid[0]:
-                pool.submit(compile, start, args)
+            if start.grid[0]:  # a descriptor is lent, and may be taken back before a thread looks at it
+                pool.submit(compile, start, tuple(copy.copy(x) if hasattr(x, "block_shape") else x for x in args))
 
 
 def options_of(config: Any) -> dict[str, Any]:

@@ -317,6 +317,6 @@ def tile_across(block: int, target: Target, *, stats: bool) -> SoftmaxTile:
     """Of rows that lie side by side, of up to so many columns."""
     whole = INTERPRETED[True] if target.interpreting else STATS_ACROSS.cols if stats else WHOLE_ACROSS // NEIGHBOURS
     if block > whole:
-        return replace(STATS_ACROSS, cols=min(STATS_ACROSS.cols, whole))
+        return STATS_ACROSS
     rows = max(NEIGHBOURS, SHORT_ACROSS // block)
     return SoftmaxTile(rows, block, max(rows * block // 1024, 4), programs=5 if stats else 0)

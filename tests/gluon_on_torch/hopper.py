@@ -16,6 +16,7 @@ from flashattn_lite import calls
 from flashattn_lite import target as targets
 from flashattn_lite.target import Target
 from tests.gluon_on_torch.sources import Sources, launch, launch_as_one
+from tests.starters import starters_run
 
 MULTIPROCESSORS = 2
 SEED = int(os.environ.get("LAW_SEED", "0"))  # other turns than the suite's
@@ -45,7 +46,7 @@ def on_torch(patch: pytest.MonkeyPatch, sources: Sources | None = None) -> None:
     patch.setattr(backward_launch, "why_not", lambda *_: ["only Gluon runs on PyTorch"])
     patch.setattr(hopper_config, "V_IN_PIECES", True)  # whatever Triton's version: the more general
     patch.setattr(merge_launch, "columns_of", lambda *_: 256)  # a row is one program's
-    patch.setattr(start.Starter, "__call__", run)
+    starters_run(patch, run)
     patch.setattr(attention_hopper_launch, "on", lambda device, launch, *args: launch(*args))
     counters = attention_hopper_launch.counters
     patch.setattr(counters, "next", lambda device: torch.zeros(1, dtype=torch.int32), raising=False)

@@ -1,0 +1,17 @@
+"""Launches that go elsewhere than to a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def starters_run(patch: pytest.MonkeyPatch, run: Callable[[Any, tuple[Any, ...]], object]) -> None:
+    """From here on a start is `run(starter, args)`, and nothing is compiled ahead of it."""
+    from flashattn_lite.kernels import backward_launch, start
+
+    patch.setattr(start.Starter, "__call__", run)
+    for module in (start, backward_launch):
+        patch.setattr(module, "compile_together", lambda launches: None)

@@ -31,7 +31,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         lse of float32, which `attention` returns for float64 too, the weights are as good as that. Differentiable.
 
     Raises:
-        ValueError, TypeError: naming the part.
+        ValueError, TypeError, NotImplementedError: naming the part.
 
     Source: the softmax state's merge, docs/theory.md.
 

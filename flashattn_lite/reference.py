@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.arguments import check_dense, check_kv_lens, check_options, check_sinks
+from flashattn_lite.arguments import FLOAT_DTYPES, check_dense, check_flag, check_kv_lens, check_options, check_sinks
 from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
+from flashattn_lite.errors import type_error
+from flashattn_lite.scalars import diagonals_as_int64
+from flashattn_lite.tiles import as_written
 from flashattn_lite.watchers import mapped
 
 # ---- softmax of one row, four times -------------------------------------------------------------------------------
@@ -139,13 +142,18 @@ def attention_reference(
     check_mask(mask, q, k.shape[2])
     check_sinks(sinks, q)
     check_kv_lens(kv_lens, q, q.shape[0])
+    check_flag("return_lse", return_lse)
     if dtype is None:
         dtype = torch.promote_types(q.dtype, torch.float32)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    elif dtype not in FLOAT_DTYPES:
+        raise type_error("dtype", "must be float16, bfloat16, float32 or float64", dtype, "Pass one of them, or none.")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
 
     seen = visibility(q, k, causal=causal, q_start=q_start, window=window, mask=mask, kv_lens=kv_lens)
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    s = dot(q.to(dtype), k.to(dtype), seen) * scale
+    with as_written(q.device):
+        s = dot(q.to(dtype), k.to(dtype), seen) * scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None and mask.dtype != torch.bool:
@@ -161,7 +169,8 @@ def attention_reference(
     d = p.sum(-1, keepdim=True)
     nothing = d == 0
     d = d.masked_fill(nothing, 1.0)
-    out = weigh(p[..., :-1] / d, v.to(dtype), seen).to(q.dtype)
+    with as_written(q.device):
+        out = weigh(p[..., :-1] / d, v.to(dtype), seen).to(q.dtype)
     if not return_lse:
         return out
     lse = (m + torch.log(d)).masked_fill(nothing, -math.inf).squeeze(-1)
@@ -194,6 +203,9 @@ def attention_varlen_reference(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_kv_lens(kv_lens, q, cu_seqlens_q.shape[0] - 1)
+    check_flag("return_lse", return_lse)
+    none = [x[:0].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    attention_reference(*none, **options)  # of no rows: whoever packs no sequence is told of wrong options, too
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], []
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(bounds_q) - 1):
@@ -232,10 +244,9 @@ def visibility(
     j = torch.arange(len_k, device=q.device)
     lens = torch.full((batch,), len_k, device=q.device) if kv_lens is None else kv_lens
     lens = lens.long().clamp(0, len_k).view(batch, 1, 1, 1)
+    q_start, left, right = diagonals_as_int64(q_start, *(window or (None, None)))
     start = lens - len_q if q_start is None else q_start
     position = torch.arange(len_q, device=q.device).view(1, 1, len_q, 1) + start
-    left, right = window or (None, None)
-
     seen = (j < lens).expand(batch, heads, len_q, len_k)
     if causal:
         seen = seen & (j <= position)

@@ -33,7 +33,7 @@ def exp2(x: Tensor) -> Tensor:
     extra = _missing(x)
     if extra == 0 and x.is_contiguous():
         return torch.exp2(x)
-    return torch.exp2(torch.nn.functional.pad(x.reshape(-1), (0, extra)))[: x.numel()].view(x.shape)
+    return torch.exp2(torch.nn.functional.pad(x.reshape(x.numel()), (0, extra)))[: x.numel()].view(x.shape)
 
 
 def exp2_(x: Tensor) -> Tensor:

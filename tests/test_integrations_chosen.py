@@ -150,3 +150,15 @@ def test_blocks_of_unknown_length_are_refused():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=r"^block_indices: the module's indexer must say its block_size"):
         integration.attention_forward(torch.nn.Module(), q, q, q, None, block_indices=torch.zeros(1, 2, 4, 1).long())
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_what_is_past_the_keys_is_refused(name):
+    """Not left out: that is what numbers below 0 are for."""
+    module, x = torch.nn.Module(), torch.randn(1, 2, 9, 16)
+    module.is_causal, module.indexer = False, types.SimpleNamespace(block_size=3)
+    count, shape = (9, (1, 9, 2)) if name == "indices" else (3, (1, 1, 9, 2))
+    for wrong in (count, count + 1):
+        there = torch.tensor([0, wrong]).expand(shape)
+        with pytest.raises(ValueError, match=f"^{name}: must be below {count}; got {wrong}"):
+            integration.attention_forward(module, x, x, x, None, **{name: there})

@@ -16,13 +16,15 @@ def module(causal=True):
     return made
 
 
-def test_packed_sequences_have_the_window_that_a_mask_would_have():
-    """A sliding window of n are a query's own key and n - 1 before it."""
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_have_the_window_that_a_mask_would_have(causal):
+    """A sliding window of n are a query's own key, n - 1 before it and, for an encoder, as many behind it."""
     x, cu = torch.randn(1, 2, 9, 16), torch.tensor([0, 4, 9])
-    out, _ = ours.attention_forward(module(), x, x, x, None, sliding_window=2, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    lens = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    out, _ = ours.attention_forward(module(causal), x, x, x, None, sliding_window=2, **lens)
     for a, b in ((0, 4), (4, 9)):
         part = x[:, :, a:b]
-        want = fa.attention(part, part, part, causal=True, window=(1, None))
+        want = fa.attention(part, part, part, causal=causal, window=(1, 1))
         torch.testing.assert_close(out[:, a:b], want.transpose(1, 2))
 
 

@@ -120,3 +120,10 @@ def test_one_lse_of_float64_is_enough_wherever_it_comes(narrow):
     for x, want in zip(fa.merge_attention(parts), exact(parts), strict=True):
         assert x.dtype == torch.float64
         torch.testing.assert_close(x, want, rtol=1e-14, atol=1e-14)
+
+
+def test_nothing_is_mapped():
+    merged = torch.vmap(lambda out: fa.merge_attention([(out, out[..., 0])])[0])(torch.randn(0, 2, 4, 5, 16))
+    assert merged.shape == (0, 2, 4, 5, 16)
+    m, _ = torch.vmap(lambda x: fa.merge_softmax_stats((x, x), (x, x)))(torch.randn(0, 5))
+    assert m.shape == (0, 5)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 
+import flashattn_lite as fa
 from flashattn_lite import state
 from flashattn_lite.reference import (
     attention_reference,
@@ -192,3 +194,43 @@ def test_packed_without_sequences() -> None:
     x, cu = torch.zeros(0, 2, 4), torch.zeros(1, dtype=torch.int32)
     out, lse = attention_varlen_reference(x, x, x, cu, cu, return_lse=True)
     assert (tuple(out.shape), tuple(lse.shape)) == ((0, 2, 4), (2, 0))
+
+
+FAR = sys.maxsize
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (None, FAR)}, {"window": (FAR, 0)}, {"q_start": 2**62, "window": (2**62, 2**62)},
+     {"q_start": -(2**62), "window": (2**62 + 3, None)}, {"q_start": 2**80, "causal": True},
+     {"q_start": 2**80, "window": (2**80, 2)}, {"scale": 10**30}, {"softcap": 10**30}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_past_64_bits_are_far_out(options):
+    q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0)) * (1e-15 if "scale" in options else 1)
+    got, want = (each(q, q, q, return_lse=True, **options) for each in (attention_reference, fa.attention))
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1].to(got[1].dtype))
+
+
+def test_a_callers_autocast_does_not_round_it():
+    q = torch.randn(1, 2, 16, 32)
+    want = attention_reference(q, q, q)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention_reference(q, q, q), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [({"return_lse": "no"}, TypeError, "return_lse: must be True or False"),
+     ({"dtype": "float32"}, TypeError, "dtype: must be float16, bfloat16, float32 or float64; got 'float32'"),
+     ({"dtype": torch.int32}, TypeError, "dtype: must be float16, bfloat16, float32 or float64; got int32"),
+     ({"causal": "yes"}, TypeError, "causal: must be True or False")],
+    ids=str,
+)  # fmt: skip
+def test_options_are_checked_without_a_sequence_too(options, error, text):
+    q, cu = torch.randn(0, 2, 8), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(error, match="^" + text):
+        attention_reference(torch.randn(1, 2, 3, 8), *(torch.randn(1, 2, 3, 8),) * 2, **options)
+    with pytest.raises(error, match="^" + text):
+        attention_varlen_reference(q, q, q, cu, cu, **options)

@@ -182,6 +182,7 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (laws.a_blind_row_is_zero, "its lse is 0", on(lambda out, lse: (out, lse.nan_to_num(neginf=0.0)))),
     (laws.constant_values_come_out, "not rescaled", sketch("not rescaled")),
     (laws.out_lies_between_the_values, "2 % too much", on(lambda out, lse: (out * 1.02, lse))),
+    (laws.out_lies_between_the_values, "NaN", on(lambda out, lse: (out * math.nan, lse))),
     (laws.lse_is_only_told, "always a pair", changed(lambda a: a.update(return_lse=True))),
     (laws.lse_is_only_told, "another scale without lse", changed(lambda a: "return_lse" in a or a.update(scale=9.0))),
     (laws.gradients_match_autograd, "k detached", changed(lambda a: a.update(k=a["k"].detach()))),

@@ -57,3 +57,15 @@ def test_decoding_is_asked_problems_of_the_sizes_given():
 
     law = next(law for law in DECODE_LAWS if "oracle" in law.__name__)
     check_decode(watched, n=40, laws=[law], max_batch=2, max_heads=3, dtypes=[torch.float64])
+
+
+def test_a_batch_may_be_as_large_as_was_said():
+    largest = 0
+
+    def watched(q, k, v, **options):
+        nonlocal largest
+        largest = max(largest, q.shape[0])
+        return fa.attention(q, k, v, **options)
+
+    check(watched, n=60, laws=[matches_oracle], max_batch=8, max_len=3, max_dim=4)
+    assert 5 <= largest <= 8

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashattn_lite.decode import attention_decode
 from flashattn_lite.reference import attention_reference, attention_varlen_reference
 from flashattn_lite.testing import (
+    DECODE_LAWS,
     PACKED_LAWS,
     Case,
     PackedCase,
@@ -23,6 +24,8 @@ from flashattn_lite.testing import (
     matches_oracle,
     packed,
 )
+
+FLOATS = "must be a list of float16, bfloat16, float32 or float64, one at least"
 
 
 def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
@@ -113,15 +116,16 @@ def test_a_number_of_problems_that_is_none_is_refused(n):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"dtypes": ["float16"]}, "dtypes: must be a list of torch's float dtypes, one at least; got ['float16']"),
-     ({"dtypes": [torch.int32]}, "dtypes: must be a list of torch's float dtypes, one at least; got [int32]"),
-     ({"dtypes": []}, "dtypes: must be a list of torch's float dtypes, one at least; got []"),
+    [({"dtypes": ["float16"]}, f"dtypes: {FLOATS}; got ['float16']"),
+     ({"dtypes": [torch.int32]}, f"dtypes: {FLOATS}; got [int32]"),
+     ({"dtypes": [torch.float8_e4m3fn]}, f"dtypes: {FLOATS}; got [float8_e4m3fn]"),
+     ({"dtypes": []}, f"dtypes: {FLOATS}; got []"),
      ({"max_len": -1}, "max_len: must be an int from 0 up; got -1"),
      ({"max_heads": 0}, "max_heads: must be an int from 1 up; got 0"),
      ({"max_dim": 257}, "max_dim: must be at most 256; got 257"),
      ({"max_size": 3}, "max_size: is no size; got 3. Sizes are device, dtypes, max_batch, "),
-     ({"device": "meta"}, "device: must be one that holds numbers; got 'meta'"),
-     ({"device": "gpu"}, "device: must be one that holds numbers; got 'gpu'. Pass 'cpu' or 'cuda'."),
+     ({"device": "meta"}, "device: must be one of this machine that holds numbers; got 'meta'"),
+     ({"device": "gpu"}, "device: must be one of this machine that holds numbers; got 'gpu'. Pass 'cpu', or"),
      ({"laws": matches_oracle}, "laws: must be a list of functions law(attention, case); got "),
      ({"laws": ["matches_oracle"]}, "laws: must be a list of functions law(attention, case); got ['matches_oracle']"),
      ({"laws": []}, "laws: must hold one law at least; got []"),
@@ -166,3 +170,40 @@ def test_what_is_no_result_is_named(result):
     for ask in asked:
         with pytest.raises(AssertionError, match=r"^with return_lse=True it must return \(out, lse\); got .* in "):
             ask(lambda *_, **__: result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_no_broken_law():
+    with pytest.raises(ValueError, match=r"^device: must be one of this machine that holds numbers; got 'cuda'"):
+        check(attention_reference, n=1, device="cuda")
+
+
+def test_decoding_without_a_token_is_no_problem():
+    with pytest.raises(ValueError, match=r"^max_len: must be an int from 1 up; got 0"):
+        check_decode(attention_decode, n=1, max_len=0)
+
+
+def test_decoding_in_float64_passes():
+    """Whose parts merge by an lse of float32."""
+    check_decode(attention_decode, n=10, laws=DECODE_LAWS, dtypes=[torch.float64], max_dim=16, max_len=20, shrink=False)
+
+
+def test_a_pair_that_nobody_asked_for_is_named():
+    pair = lambda *args, **options: attention_reference(*args, return_lse=True, **options)
+    with pytest.raises(AssertionError, match=r"^without 'lse' among features it must return out; got \("):
+        check(pair, features={"causal"}, n=1, shrink=False)
+
+
+def test_packed_poison_is_caught_where_weights_of_zero_meet_it():
+    """In a sequence's own keys, behind causality, a window or its length."""
+
+    def careless(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any) -> Any:
+        out, lse = attention_varlen_reference(q, k, v.nan_to_num(posinf=0.0), cu_q, cu_k, **options)
+        for rows, keys in PackedCase(q, k, v, cu_q, cu_k).sequences():
+            out[rows] += (0.0 * v[keys]).sum()
+        return out, lse
+
+    law, known = packed.packed_is_a_loop_of_dense, {"causal", "kv_lens", "window", "gqa", "lse"}
+    check_packed(careless, laws=[law], features=known, n=30, max_len=17, max_dim=17)
+    with pytest.raises(AssertionError, match=r"unseen keys hold (nan|inf)"):
+        check_packed(careless, laws=[law], features={*known, "poison"}, n=60, shrink=False, max_len=17, max_dim=17)

@@ -7,7 +7,8 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.testing import Case, check, check_decode
-from flashattn_lite.testing.case import PackedCase
+from flashattn_lite.testing.case import PackedCase, memory_of
+from flashattn_lite.testing.gradients import gradients_match_autograd
 from flashattn_lite.testing.laws import lengths_outside_count_as_the_nearest, matches_oracle
 from flashattn_lite.testing.packed import packed_is_a_loop_of_dense
 
@@ -70,3 +71,24 @@ def test_packed_tokens_are_not_to_be_written_to():
     x, cu = torch.randn(7, 2, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     with pytest.raises(AssertionError, match=r"^v was written to"):
         packed_is_a_loop_of_dense(clears, PackedCase(x, x.clone(), x.clone(), cu, cu))
+
+
+def test_a_backward_is_not_to_write_between_rows():
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out, k):
+            ctx.k = k
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            memory_of(ctx.k, torch.float32)[16] += 1  # the first number behind its first row
+            return grad, None
+
+    def attention(q, k, v, **options):
+        out, lse = fa.attention(q, k, v, **options)
+        return Writes.apply(out, k.detach()), lse
+
+    k = torch.randn(1, 2, 7, 24)[..., :16]
+    with pytest.raises(AssertionError, match=r"^k was written to"):
+        gradients_match_autograd(attention, Case(torch.randn(1, 2, 5, 16), k, torch.randn(1, 2, 7, 16)))

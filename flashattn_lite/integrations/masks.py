@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashattn_lite.arguments import readable
 from flashattn_lite.errors import not_implemented, value_error
 
 OF_THIS = "Pass what the layer's own indexer chose for these queries."
@@ -37,7 +38,7 @@ def chosen_mask(
     if indices is not None:
         if indices.dim() != 3 or indices.shape[:2] != (batch, len_q):
             raise value_error("indices", f"must be (B, L, count) with (B, L) = {(batch, len_q)}", indices, OF_THIS)
-        mask = marked(indices, len_k).unsqueeze(1)
+        mask = marked("indices", indices, len_k).unsqueeze(1)
     if block_indices is not None:
         size = getattr(getattr(module, "indexer", None), "block_size", None)
         if not isinstance(size, int):
@@ -47,7 +48,7 @@ def chosen_mask(
         if len(shape) != 4 or (shape[0], shape[2]) != (batch, len_q) or heads % shape[1]:
             relation = f"must be (B, groups of {heads} heads, L, count) with (B, L) = {(batch, len_q)}"
             raise value_error("block_indices", relation, block_indices, OF_THIS)
-        of_groups = marked(block_indices, -(-len_k // size)).repeat_interleave(size, -1)[..., :len_k]
+        of_groups = marked("block_indices", block_indices, -(-len_k // size)).repeat_interleave(size, -1)[..., :len_k]
         of_heads = of_groups.repeat_interleave(heads // shape[1], 1)
         mask = of_heads if mask is None else mask & of_heads
     return mask
@@ -63,7 +64,9 @@ def seen_or_mean(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(seen.any(-1, keepdim=True), out, mean)
 
 
-def marked(indices: Tensor, count: int) -> Tensor:
+def marked(name: str, indices: Tensor, count: int) -> Tensor:
     """(..., count) of booleans: True where indices (..., some) point; those below 0 point nowhere."""
-    beyond = indices.new_zeros(*indices.shape[:-1], count + 1, dtype=torch.bool)
-    return beyond.scatter(-1, torch.where(indices < 0, count, indices).long(), True)[..., :count]
+    if readable(indices) and bool((indices >= count).any()):
+        raise value_error(name, f"must be below {count}", int(indices.max()), OF_THIS)
+    before = indices.new_zeros(*indices.shape[:-1], count + 1, dtype=torch.bool)
+    return before.scatter(-1, indices.long().clamp(min=-1) + 1, True)[..., 1:]

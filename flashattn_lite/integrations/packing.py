@@ -65,7 +65,8 @@ def packed_forward(
     left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
     told = {f"max_seqlen_{x}": others.get(f"max_length_{x}") for x in "qk"}
     longest = {name: length for name, length in told.items() if isinstance(length, int)}
-    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, None), **options, **longest})
+    right = None if options["causal"] else left  # as FlashAttention, to which a model hands the same number
+    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, right), **options, **longest})
     return out.unsqueeze(0)
 
 

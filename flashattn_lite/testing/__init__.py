@@ -19,8 +19,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flashattn_lite.arguments import MAX_HEAD_DIM
+from flashattn_lite.arguments import FLOAT_DTYPES, MAX_HEAD_DIM
 from flashattn_lite.errors import show, type_error, value_error
 from flashattn_lite.scalars import is_int
 from flashattn_lite.testing.case import Attention, Case, Law, PackedCase
@@ -150,7 +151,7 @@ def check_decode(
     """
     from flashattn_lite.testing.strategies import cases
 
-    _check_sizes(sizes)
+    _check_sizes(sizes, shortest=1)
     problems = cases(features=DECODE_FEATURES, **sizes).filter(lambda case: case.q.shape[2] > 0).map(last_tokens)
     for law in _checked(laws):
         _ask(functools.partial(law, attention_decode), problems, n, law, seed, shrink)
@@ -159,7 +160,13 @@ def check_decode(
 def _asked(attention: Callable[..., Any], known: frozenset[str]) -> Callable[..., Any]:
     """The attention as laws call it: with an lse, or with None for one where it does not know "lse"."""
     if "lse" not in known:
-        return lambda *args, return_lse, **options: (attention(*args, **options), None)
+
+        def without_lse(*args: Any, return_lse: bool, **options: Any) -> Any:
+            result = attention(*args, **options)
+            assert isinstance(result, Tensor), f"without 'lse' among features it must return out; got {show(result)}"
+            return result, None
+
+        return without_lse
 
     def with_lse(*args: Any, **options: Any) -> Any:
         result = attention(*args, **options)
@@ -188,17 +195,15 @@ def _known(features: Collection[str] | None, every: frozenset[str]) -> frozenset
     return known
 
 
-def _check_sizes(sizes: dict[str, Any]) -> None:
+def _check_sizes(sizes: dict[str, Any], shortest: int = 0) -> None:
     dtypes = sizes.get("dtypes", (torch.float32,))
-    known_floats = lambda x: isinstance(x, torch.dtype) and x.is_floating_point
-    if not isinstance(dtypes, (tuple, list)) or not all(map(known_floats, dtypes)) or not dtypes:
-        raise type_error(
-            "dtypes", "must be a list of torch's float dtypes, one at least", dtypes, "Pass [torch.float32], say."
-        )
+    if not isinstance(dtypes, (tuple, list)) or not all(x in FLOAT_DTYPES for x in dtypes) or not dtypes:
+        relation = "must be a list of float16, bfloat16, float32 or float64, one at least"
+        raise type_error("dtypes", relation, dtypes, "Pass [torch.float32], say.")
     for name, most in sizes.items():
         if name not in SIZES:
             raise ValueError(f"{name}: is no size; got {show(most)}. Sizes are {', '.join(SIZES)}.")
-        least = 0 if name == "max_len" else 1
+        least = shortest if name == "max_len" else 1
         if name.startswith("max_") and (not is_int(most) or most < least):
             raise value_error(
                 name, f"must be an int from {least} up", most, "It is the largest that a problem may have."
@@ -206,11 +211,12 @@ def _check_sizes(sizes: dict[str, Any]) -> None:
     if sizes.get("max_dim", 1) > MAX_HEAD_DIM:
         raise value_error("max_dim", f"must be at most {MAX_HEAD_DIM}", sizes["max_dim"], "The oracle takes no more.")
     try:
-        holds_numbers = torch.device(sizes.get("device", "cpu")).type != "meta"
-    except (RuntimeError, TypeError):  # torch's own words list twenty devices
+        holds_numbers = torch.empty(0, device=sizes.get("device", "cpu")).device.type != "meta"
+    except (RuntimeError, TypeError, AssertionError):  # torch's own words list twenty devices; not built for it
         holds_numbers = False
     if not holds_numbers:
-        raise value_error("device", "must be one that holds numbers", sizes["device"], "Pass 'cpu' or 'cuda'.")
+        remedy = "Pass 'cpu', or 'cuda' where there is such a GPU."
+        raise value_error("device", "must be one of this machine that holds numbers", sizes["device"], remedy)
 
 
 def _ask(

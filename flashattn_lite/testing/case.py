@@ -136,9 +136,9 @@ class Case:
     def float_mask(self) -> Tensor:
         """The mask as a float one, at least float32."""
         if self.mask is None:
-            return torch.zeros(1, 1, device=self.q.device)
+            return torch.zeros(1, 1, dtype=torch.float32, device=self.q.device)
         if self.mask.dtype == torch.bool:
-            return torch.where(self.mask, 0.0, -math.inf)
+            return torch.zeros(self.mask.shape, device=self.q.device).float().masked_fill(~self.mask, -math.inf)
         return self.mask.to(torch.promote_types(self.mask.dtype, torch.float32))
 
     def as_mask(self) -> Case:

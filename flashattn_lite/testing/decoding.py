@@ -93,7 +93,8 @@ def merge_of_two_caches_is_the_whole(attention_decode: Callable[..., Any], case:
     first = run(attention, case.keys(slice(0, cut)).replace(kv_lens=lens.clamp(max=cut)))
     second = run(attention, case.keys(slice(cut, None)).replace(kv_lens=(lens - cut).clamp(min=0), sinks=None))
     out, lse = merge_attention([first, second])
-    whole, answer = run(attention, case), expect(case)
+    whole = run(attention, case)
+    answer = expect(case, inside=torch.float32 if case.q.dtype == torch.float64 else None)
     assert_within("out", out, whole[0], 2 * answer.out_bound, case)
     assert_within("lse", lse, whole[1], 2 * answer.lse_bound, case)
 

@@ -27,7 +27,7 @@ from flashattn_lite.testing.oracle import (
     upcast,
     weights,
 )
-from flashattn_lite.testing.results import assert_within, run
+from flashattn_lite.testing.results import arguments_stay, assert_within, run
 
 NAMES = ("q", "k", "v", "mask", "sinks")
 Gradients = dict[str, tuple[Tensor, Tensor]]
@@ -63,16 +63,17 @@ def run_backward(
     """
     leaves = {name: getattr(case, name).detach().requires_grad_() for name in differentiable(case)}
     options = case.options() | {name: leaves[name] for name in leaves if name not in ("q", "k", "v")}
-    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True)
-    results = {"out": (out, d_out)} | ({} if d_lse is None or lse is None else {"lse": (lse, d_lse)})
-    for name, (x, _) in results.items():
-        assert x.requires_grad or not case.k.numel(), f"{name} is detached from its inputs in {case}"
-    attached = [(x, upstream.to(x.dtype)) for x, upstream in results.values() if x.requires_grad]
-    if not attached:
-        return dict.fromkeys(leaves)
-    outputs, upstream = zip(*attached, strict=True)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
-    return dict(zip(leaves, grads, strict=True))
+    with arguments_stay(case):
+        out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **options, return_lse=True)
+        results = {"out": (out, d_out)} | ({} if d_lse is None or lse is None else {"lse": (lse, d_lse)})
+        for name, (x, _) in results.items():
+            assert x.requires_grad or not case.k.numel(), f"{name} is detached from its inputs in {case}"
+        attached = [(x, upstream.to(x.dtype)) for x, upstream in results.values() if x.requires_grad]
+        if not attached:
+            return dict.fromkeys(leaves)
+        outputs, upstream = zip(*attached, strict=True)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
+        return dict(zip(leaves, grads, strict=True))
 
 
 def expect_gradients(case: Case, d_out: Tensor, d_lse: Tensor | None) -> Gradients:

@@ -80,6 +80,7 @@ def head_slot_is_irrelevant(attention: Attention, case: Case) -> None:
         assert_same_bits(run(attention, case.head(h)), among, f"key head {h} alone", case)
 
 
+@needs("poison")
 def packed_neighbours_are_irrelevant(attention_varlen: Attention, case: PackedCase) -> None:
     """NaN in the other packed sequences leaves a sequence's bits alone."""
     # The NaN come in tensors of our own: with other strides, a CPU's product may have other bits.

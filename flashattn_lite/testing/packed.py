@@ -16,7 +16,7 @@ from flashattn_lite.testing.case import Attention, PackedCase, needs
 from flashattn_lite.testing.gradients import expect_gradients, run_backward, within_range
 from flashattn_lite.testing.locality import packed_neighbours_are_irrelevant, packed_slot_is_irrelevant
 from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
-from flashattn_lite.testing.results import assert_within, run_packed
+from flashattn_lite.testing.results import arguments_stay, assert_within, run_packed
 
 
 def packed_is_a_loop_of_dense(attention_varlen: Attention, case: PackedCase) -> None:
@@ -31,7 +31,8 @@ def packed_is_a_loop_of_dense(attention_varlen: Attention, case: PackedCase) -> 
 @needs("lse")
 def packed_lse_is_only_told(attention_varlen: Attention, case: PackedCase) -> None:
     """Without return_lse the result is out, alone."""
-    alone = attention_varlen(case.q, case.k, case.v, case.cu_seqlens_q, case.cu_seqlens_k, **case.options())
+    with arguments_stay(case):
+        alone = attention_varlen(case.q, case.k, case.v, case.cu_seqlens_q, case.cu_seqlens_k, **case.options())
     assert isinstance(alone, Tensor), f"without return_lse it must return out; got {show(alone)} in {case}"
     out, _ = run_packed(attention_varlen, case)
     for b, (rows, _) in enumerate(case.sequences()):

@@ -20,6 +20,7 @@ from flashattn_lite.testing.tensors import (
     make_packed_numbers,
     move,
     poison_unseen,
+    poison_unseen_packed,
     scales_for,
 )
 
@@ -27,6 +28,7 @@ from flashattn_lite.testing.tensors import (
 # "poison": NaN and inf in keys that no row sees; "lse", "gradients": what laws may ask for.
 OPTIONS = ("gqa", "causal", "q_start", "window", "scale", "softcap", "mask", "sinks", "kv_lens")
 FEATURES = frozenset((*OPTIONS, "lse", "gradients", "strides", "hostile", "poison"))
+POISONS = (None, math.nan, math.inf)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 0, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70, 127, 128, 129, 191, 255, 256, 257)
 HEAD_DIMS = (16, 1, 2, 3, 8, 15, 17, 32, 33, 64, 65, 80, 96, 127, 128, 192, 256)
@@ -71,7 +73,7 @@ def _cases(
     max_len: int,
     max_dim: int,
 ) -> Case:
-    batch, seed = draw(st.sampled_from([b for b in (1, 2, 3, 0) if b <= max_batch])), draw(st.integers(0, 2**31 - 1))
+    batch, seed = draw(st.sampled_from([*range(1, max_batch + 1), 0])), draw(st.integers(0, 2**31 - 1))
     heads_kv = draw(st.integers(1, max_heads))
     heads_q = heads_kv * (draw(st.integers(1, max_heads)) if "gqa" in features else 1)
     len_q, len_k, dim, dim_v = (draw(x) for x in (_length(max_len), _length(max_len), _dim(max_dim), _dim(max_dim)))
@@ -81,7 +83,7 @@ def _cases(
     mask_plan = draw(_mask_plan()) if "mask" in features and draw(st.booleans()) else None
     layouts = [draw(st.sampled_from(LAYOUTS)) if "strides" in features else LAYOUTS[0] for _ in range(4)]
     shared = draw(st.integers(0, 7)) if "strides" in features else 7  # 0: one cache for the batch, 1: for all heads
-    poison = draw(st.sampled_from((None, math.nan, math.inf))) if "poison" in features and shared > 1 else None
+    poison = draw(st.sampled_from(POISONS)) if "poison" in features and shared > 1 else None
 
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads_q, len_q, dim, generator=rng)
@@ -97,8 +99,7 @@ def _cases(
     else:
         case = case.replace(k=lay_out(case.k, layouts[1]), v=lay_out(case.v, layouts[2]))
     case = case.replace(q=lay_out(case.q, layouts[0]), mask=None if mask is None else lay_out(mask, layouts[3]))
-    note = f"{numbers} numbers, unseen keys hold {poison}" if poison is not None else f"{numbers} numbers"
-    return move(case, device).replace(note=note)
+    return move(case, device).replace(note=_note(numbers, poison))
 
 
 @st.composite
@@ -121,15 +122,23 @@ def packed_cases(
     numbers = draw(st.sampled_from(NUMBERS)) if "hostile" in features else "normal"
     options = draw(_options(frozenset(features), max_len, max_len, numbers))
     layouts = [draw(st.sampled_from(LAYOUTS)) if "strides" in features else LAYOUTS[0] for _ in range(3)]
+    poison = draw(st.sampled_from(POISONS)) if "poison" in features else None
 
     rng = torch.Generator().manual_seed(seed)
     shapes = ((sum(lens[0]), heads_q, dim), (sum(lens[1]), heads_kv, dim), (sum(lens[1]), heads_kv, dim_v))
     q, k, v = (torch.randn(shape, generator=rng) for shape in shapes)
     q, k, v = make_packed_numbers(numbers, q, k, v, dtype, rng)
-    q, k, v = (lay_out(x.to(dtype), layout) for x, layout in zip((q, k, v), layouts, strict=True))
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in lens)
     options |= _drawn_tensors(options, heads_q, lens[1], dtype, rng)
-    return move(PackedCase(q, k, v, cu_q, cu_k, **options, seed=seed, note=f"{numbers} numbers"), torch.device(device))
+    case = PackedCase(q.to(dtype), k.to(dtype), v.to(dtype), cu_q, cu_k, **options, seed=seed)
+    if poison is not None:
+        case = poison_unseen_packed(case, poison)
+    q, k, v = (lay_out(x, layout) for x, layout in zip((case.q, case.k, case.v), layouts, strict=True))
+    return move(case.replace(q=q, k=k, v=v), torch.device(device)).replace(note=_note(numbers, poison))
+
+
+def _note(numbers: str, poison: float | None) -> str:
+    return f"{numbers} numbers" if poison is None else f"{numbers} numbers, unseen keys hold {poison}"
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.testing.case import Case, memory_of, tensors_of
+from flashattn_lite.testing.case import Case, PackedCase, memory_of, tensors_of
 
 LAYOUTS = (
     "contiguous",
@@ -85,6 +85,15 @@ def poison_unseen(case: Case, value: float) -> Case:
         return case
     unseen = ~case.visible().any(2).view(batch, heads_kv, case.group, len_k).any(2)
     return case.map_kv(lambda x: x.masked_fill(unseen.unsqueeze(-1), value))
+
+
+def poison_unseen_packed(case: PackedCase, value: float) -> PackedCase:
+    """`poison_unseen` of each packed sequence."""
+    k, v = case.k.clone(), case.v.clone()
+    for b, (_, keys) in enumerate(case.sequences()):
+        own = poison_unseen(case.dense(b), value)
+        k[keys], v[keys] = own.k[0].transpose(0, 1), own.v[0].transpose(0, 1)
+    return case.replace(k=k, v=v)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

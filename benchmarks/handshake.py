@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from benchmarks.command import need_gpu, parser_of
-from flashattn_lite.kernels.hopper_steps import named_barrier
+from flashattn_lite.kernels.hopper_pieces import execute
 
 TURNS = gl.constexpr(4)
 WORD = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -27,11 +27,11 @@ def writer(word, there, back, out_ptr, THERE: gl.constexpr, BACK: gl.constexpr):
     for i in gl.static_range(TURNS):
         word.store(gl.full([1], i + 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         if THERE == "bar":
-            named_barrier("bar.sync 11, 160;")
+            execute("bar.sync 11, 160;")
         else:
             mbarrier.arrive(there, count=1)
         if BACK == "bar":
-            named_barrier("bar.sync 12, 160;")
+            execute("bar.sync 12, 160;")
         else:
             mbarrier.wait(back, i & 1)
 
@@ -40,12 +40,12 @@ def writer(word, there, back, out_ptr, THERE: gl.constexpr, BACK: gl.constexpr):
 def reader(word, there, back, out_ptr, THERE: gl.constexpr, BACK: gl.constexpr):
     for i in gl.static_range(TURNS):
         if THERE == "bar":
-            named_barrier("bar.sync 11, 160;")
+            execute("bar.sync 11, 160;")
         else:
             mbarrier.wait(there, i & 1)
         gl.store(out_ptr + i, gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), 0))
         if BACK == "bar":
-            named_barrier("bar.sync 12, 160;")
+            execute("bar.sync 12, 160;")
         else:
             mbarrier.arrive(back, count=1)
 

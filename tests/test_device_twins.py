@@ -21,7 +21,7 @@ from flashattn_lite.problem import Features  # noqa: E402
 
 M, N = 16, 32
 update, update_to, update_fixed = device_state.update, device_state.update_to, device_state.update_fixed
-merge, finish = device_state.merge, device_state.finish
+single, merge, finish = device_state.single, device_state.merge, device_state.finish
 to_log2, visible = device_scores.to_log2, device_scores.visible
 add_mask, row_maximum = device_scores.add_mask, device_scores.row_maximum
 
@@ -36,6 +36,8 @@ def every_helper(s, m_i, l_i, mask, offs_m, offs_n, F: tl.constexpr):
     s = tl.where(visible(offs_m, offs_n, 30, -9, 4, F), s, float("-inf"))
     m_new, l_new, alpha, p = update(m_i, l_i, s, scale)
     m_new, l_new, _, _ = merge(m_new, l_new * alpha, m_i, l_i)
+    sink, l_sink = single(m_i)
+    m_new, l_new, _, _ = merge(m_new, l_new, sink, l_sink)
     l_fixed, _ = update_fixed(m_new, l_new, s, scale)
     inv_l, lse = finish(m_new, l_fixed)
     return m_new, l_fixed, p, inv_l, lse
@@ -92,6 +94,7 @@ def by_the_twins(s, m_i, l_i, mask, features):
     s = torch.where(seen, s, -math.inf)
     m_new, l_new, alpha, p = state.update(m_i, l_i, s, 1.0)
     m_new, l_new, _, _ = state.merge(m_new, l_new * alpha, m_i, l_i)
+    m_new, l_new, _, _ = state.merge(m_new, l_new, *state.single(m_i))
     ref = state.reference(m_new)
     l_fixed = l_new + torch.exp2(s - ref.unsqueeze(-1)).sum(-1)
     inv_l, lse = state.finish(m_new, l_fixed)

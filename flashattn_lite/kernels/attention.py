@@ -31,8 +31,8 @@ from flashattn_lite.kernels.attention_tiles import (
     scores,
     sequence,
 )
-from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
-from flashattn_lite.kernels.device.scores import row_maximum
+from flashattn_lite.kernels.device.bounds import visited_start, visited_tiles
+from flashattn_lite.kernels.device.scores import finite, row_maximum
 from flashattn_lite.kernels.device.state import (
     EMPTY_L,
     EMPTY_M,
@@ -41,6 +41,7 @@ from flashattn_lite.kernels.device.state import (
     finish,
     merge,
     rounded,
+    single,
     update_fixed,
     update_to,
 )
@@ -79,7 +80,7 @@ def attend(acc, m_i, l_i, q, k_src, v_src, mask_ptr, first, last, visit, offs_m,
     maximum.
     """
     for i in tl.range(first, last):
-        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
+        start_n = visited_start(i, visit, T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not FIXED)
         s, scale = scores(q, k, False, args, F, T)  # [M, N]
         if FIXED:
@@ -107,7 +108,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
     l_i = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
     acc = tl.full([T.BLOCK_M, T.BLOCK_DV], 0.0, tl.float32)
     for i in tl.range(0, visit[0]):
-        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
+        start_n = visited_start(i, visit, T.BLOCK_N)
         k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, True)
         s, scale = scores(q, k, True, args, F, T)  # [M, N]
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
@@ -118,7 +119,7 @@ def attend_again(q, k_src, v_src, mask_ptr, visit, exact, offs_m, len_q, len_k, 
         m_new = tl.where(fixed, m_i, tl.maximum(m_i, row_maximum(s, scale, F)))
         m_i, l_i, alpha, p = update_to(m_i, l_i, m_new, s, scale)
         v = load_tile(v_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, True)
-        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)  # add_infinities does the rest
+        v = finite(v)  # add_infinities does the rest
         acc = add_values(p, v, acc * alpha[:, None], T)
     return acc, m_i, l_i
 
@@ -150,7 +151,7 @@ def finish_rows(acc, m_i, l_i, dst, offs_m, write, args, F: tl.constexpr, T: tl.
     h = dst[3]
     if F.sinks:
         sink = tl.load(args.sinks_ptr + h).to(tl.float32) * LOG2E + tl.zeros_like(m_i)
-        sink_l = tl.where(sink == EMPTY_M, EMPTY_L, 1.0)
+        sink, sink_l = single(sink)
         m_i, l_i, alpha, _ = merge(m_i, l_i, sink, sink_l)
         acc *= alpha[:, None]
     inv_l, lse = finish(m_i, l_i)

@@ -47,7 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flashattn_lite.kernels.hopper_again import again, again_part
 from flashattn_lite.kernels.hopper_epilogue import deliver, write_sum
 from flashattn_lite.kernels.hopper_folds import no_parts, row_tile_in_parts
-from flashattn_lite.kernels.hopper_pieces import finished, values_added
+from flashattn_lite.kernels.hopper_pieces import execute, finished, values_added
 from flashattn_lite.kernels.hopper_producer import producer
 from flashattn_lite.kernels.hopper_rows import (
     close,
@@ -204,8 +204,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def launch_dependents():
     """The launch behind this one, for uncovered rows or a merge, may be put on the card as soon as there is room."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
-                              is_pure=False, pack=1)  # fmt: skip
+    execute("griddepcontrol.launch_dependents;")
 
 
 @gluon.jit(

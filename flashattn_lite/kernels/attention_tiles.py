@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.device.products import parts, product, product_of_any
-from flashattn_lite.kernels.device.scores import add_mask, to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, scaled, visible
 
 
 @triton.jit
@@ -189,9 +189,4 @@ def query_key(q, k, ANY: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def scores(q, k, ANY: tl.constexpr, args, F: tl.constexpr, T: tl.constexpr):
     """(scores [M, N] of q and k [N, D], the factor that brings them to log2 units); ANY as `query_key` has it."""
-    s = query_key(q, k, ANY, T)
-    scale = args.scale_log2
-    if F.scale_first:
-        s = to_log2(s, args.scale_log2, args.softcap, F)
-        scale = 1.0
-    return s, scale
+    return scaled(query_key(q, k, ANY, T), args, F)

@@ -42,9 +42,9 @@ from flashattn_lite.kernels.attention_tiles import (
     transposed,
     without,
 )
-from flashattn_lite.kernels.device.bounds import tile_start, visited_tiles
-from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, update_to
+from flashattn_lite.kernels.device.bounds import visited_start, visited_tiles
+from flashattn_lite.kernels.device.scores import add_mask, row_maximum, scaled, visible
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, single, update_to
 from flashattn_lite.problem import Features
 
 # Of |lse| in log2 units, where float32 rounds it so that P is off by 1e-5, relative, and by 2e-4, which 16 bits hide.
@@ -113,7 +113,8 @@ def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, le
             s, scale = s * scale, 1.0  # an fma would take a rounded m off: past 2^31 that is 2^128 too much or little
             m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, scale, F)), s, scale)
         if F.sinks:
-            m_new, l_new, _, _ = merge(m_new, l_new, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+            sink, sink_l = single(sink)
+            m_new, l_new, _, _ = merge(m_new, l_new, sink, sink_l)
         m_i = tl.where(coarse, reference(m_new), m_i)
         log_l = tl.where(coarse, tl.log2(l_new), log_l)
         log_l = tl.where(coarse & (log_l == 0.0), ALMOST_0, log_l)
@@ -191,13 +192,11 @@ def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, d
 
     m_i, log_l: [M, 1], or [1, N] where queries are streamed. dtype: of the rows.
     """
-    scale, slope = args.scale_log2, 1.0
-    if F.scale_first:
-        s = to_log2(s, args.scale_log2, args.softcap, F)
-        scale = 1.0
-        if F.softcap:
-            capped = s / (args.softcap * LOG2E)
-            slope = 1.0 - capped * capped
+    slope = 1.0
+    s, scale = scaled(s, args, F)
+    if F.softcap:
+        capped = s / (args.softcap * LOG2E)
+        slope = 1.0 - capped * capped
     if WHOLE:
         seen = True
         p = tl.exp2(tl.fma(s, scale, -m_i))
@@ -242,7 +241,7 @@ def add_tiles(ga, gb, poisoned, own, streamed, own_rows, rows, mask_ptr, first, 
     own: factors. CAREFUL: without bad rows of what is streamed; own rows that see one are poisoned.
     """
     for i in tl.range(first, last):
-        start_n = tile_start(i, visit[1], visit[2], visit[3], visit[4], visit[5], visit[0] - visit[1], T.BLOCK_N)
+        start_n = visited_start(i, visit, T.BLOCK_N)
         offs_n = start_n + tl.arange(0, T.BLOCK_N)
         c = load_factor(streamed[0], start_n, len_n, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T.TMA, not WHOLE, T)
         d = load_factor(streamed[1], start_n, len_n, T.BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T.TMA, not WHOLE, T)

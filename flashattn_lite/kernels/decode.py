@@ -37,7 +37,7 @@ from flashattn_lite.kernels.decode_tiles import (
     seen_by,
 )
 from flashattn_lite.kernels.device.integers import divided
-from flashattn_lite.kernels.device.scores import add_mask, to_log2
+from flashattn_lite.kernels.device.scores import add_mask, finite, to_log2
 from flashattn_lite.kernels.device.state import EMPTY_L, update
 
 
@@ -102,7 +102,7 @@ def attend(chain, q, k_src, v_src, table_ptr, pages, mask, first, last, each, lo
             l_i = l_i * alpha[:, None] + p
         v = load_rows(v_src, start, tile_pages, exists, T.HEAD_DIM_V, T.BLOCK_DV, T)
         if FINITE:
-            v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
+            v = finite(v)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=T.PRECISION)
         if T.FLAT:
             left -= 1

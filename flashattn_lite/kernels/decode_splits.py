@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LOG2E, finish, merge, rounded, shift, single
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def write_rows(dst, m_i, l_i, acc, b, head, token, exists, offs_d, first, F: tl.
     out_ptr, lse_ptr, sinks_ptr, o_strides, lse_strides = dst
     if F.sinks:
         sink = tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32) * LOG2E
-        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, tl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+        sink, sink_l = single(sink)
+        m_i, l_i, alpha, _ = merge(m_i, l_i, sink, sink_l)
         acc = weigh(acc, alpha[:, None])
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     inv_l, lse = finish(m_i, l_i)

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from flashattn_lite.kernels.device.scores import row_maximum
+from flashattn_lite.kernels.device.scores import row_maximum, scaled
 from flashattn_lite.kernels.device.state import EMPTY_M, rounded
 from flashattn_lite.kernels.gluon_names import barrier, reinterpret
 from flashattn_lite.kernels.hopper_epilogue import (
@@ -24,9 +24,17 @@ from flashattn_lite.kernels.hopper_epilogue import (
     write_sum,
 )
 from flashattn_lite.kernels.hopper_folds import chain_of, chain_rows, fold_rows, go_on, kept, no_parts, with_before
-from flashattn_lite.kernels.hopper_pieces import add_values, finished, pieces_of, query_key, values_added, weighed
+from flashattn_lite.kernels.hopper_pieces import (
+    add_values,
+    execute,
+    finished,
+    pieces_of,
+    query_key,
+    values_added,
+    weighed,
+)
 from flashattn_lite.kernels.hopper_rows import close, empty_state, is_bad, overflows, row_sums, take_rows
-from flashattn_lite.kernels.hopper_scores import hide, mask_tile, scaled, take
+from flashattn_lite.kernels.hopper_scores import hide, mask_tile, take
 from flashattn_lite.kernels.hopper_tasks import (
     CLEAN,
     EXACT,
@@ -49,8 +57,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 @gluon.jit
 def writes_done():
     """Waits until what this thread sent by TMA is in memory, not only out of its buffer."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32,
-                              is_pure=False, pack=1)  # fmt: skip
+    execute("cp.async.bulk.wait_group 0;")
 
 
 @gluon.jit

@@ -28,6 +28,12 @@ def unknown(number):
 
 
 @gluon.jit
+def execute(instruction: gl.constexpr):
+    """An instruction with no result, where it stands. Of named barriers Triton takes the lowest numbers."""
+    gl.inline_asm_elementwise(instruction + " mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def query_key(q, rings, at, zero, HELD: gl.constexpr, T: gl.constexpr):
     """Q K^T [64, N] of the `at`-th tile of K in shared memory, under way; q is HELD in registers, or Q's place."""
     PIECES: gl.constexpr = T.PIECES

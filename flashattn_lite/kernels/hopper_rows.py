@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, EXACT_M, LOG2E, finish, merge
+from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, EXACT_M, LOG2E, finish, merge, single
 from flashattn_lite.kernels.hopper_tasks import ROWS, first_keys_early, key_start, rows_of
 
 
@@ -120,7 +120,8 @@ def add_sink(m_i, l_row, rows, args, F: gl.constexpr):
     weight = l_row * 0.0 + 1.0
     if F.sinks:
         sink = gl.load(args.sinks_ptr + rows.head, mask=rows.exists, other=0.0).to(gl.float32) * LOG2E
-        m_i, l_row, weight, _ = merge(m_i, l_row, sink, gl.where(sink == EMPTY_M, EMPTY_L, 1.0))
+        sink, sink_l = single(sink)
+        m_i, l_row, weight, _ = merge(m_i, l_row, sink, sink_l)
     return m_i, l_row, weight
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_lite.kernels.device.scores import add_mask, row_maximum, to_log2, visible
+from flashattn_lite.kernels.device.scores import add_mask, row_maximum, scaled, visible
 from flashattn_lite.kernels.device.state import shift, weights
 from flashattn_lite.kernels.hopper_tasks import ROWS, key_start
 
@@ -15,15 +15,6 @@ def row_sum(p, l_i, T: gl.constexpr):
     """[64, 4] from p [64, N]: the four lanes that share a row meet only at the end of the tile."""
     parts = gl.reshape(p, [ROWS, T.BLOCK_N // 8, 4, 2])
     return gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), l_i.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def scaled(s, args, F: gl.constexpr):
-    """(scores, the factor that brings them to log2 units)."""
-    if F.scale_first:
-        return to_log2(s, args.scale_log2, args.softcap, F), 1.0
-    else:
-        return s, args.scale_log2
 
 
 @gluon.jit

@@ -6,15 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from flashattn_lite.kernels.hopper_pieces import add_values, pieces_of, query_key, values_added, weighed
+from flashattn_lite.kernels.hopper_pieces import add_values, execute, pieces_of, query_key, values_added, weighed
 from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
 from flashattn_lite.kernels.hopper_tasks import ROWS, next_stage, stage
-
-
-@gluon.jit
-def named_barrier(instruction: gl.constexpr):
-    """Of the threads of two consumers: bar.sync waits for the other's bar.arrive. Triton takes the lowest numbers."""
-    gl.inline_asm_elementwise(instruction + " mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -22,18 +16,18 @@ def await_turn(WG: gl.constexpr, T: gl.constexpr):
     """Two consumers issue their products by turns, so that the softmax of one runs under the products of the other."""
     if T.TURNS:
         if WG == 0:
-            named_barrier("bar.sync 9, 256;")
+            execute("bar.sync 9, 256;")
         else:
-            named_barrier("bar.sync 10, 256;")
+            execute("bar.sync 10, 256;")
 
 
 @gluon.jit
 def pass_turn(WG: gl.constexpr, T: gl.constexpr):
     if T.TURNS:
         if WG == 0:
-            named_barrier("bar.arrive 10, 256;")
+            execute("bar.arrive 10, 256;")
         else:
-            named_barrier("bar.arrive 9, 256;")
+            execute("bar.arrive 9, 256;")
 
 
 @gluon.jit

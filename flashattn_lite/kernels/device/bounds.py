@@ -41,6 +41,13 @@ def tile_start(i, edges, before, lo, full_lo, full_hi, whole, BLOCK_N: tl.conste
 
 
 @triton.jit
+def visited_start(i, visit, BLOCK_N: tl.constexpr):
+    """`tile_start` of the i-th tile of what `visited_tiles` gave."""
+    count, edges, before, lo, full_lo, full_hi = visit
+    return tile_start(i, edges, before, lo, full_lo, full_hi, count - edges, BLOCK_N)
+
+
+@triton.jit
 def clamp_sequence(start, end, total):
     """(start, length) of a packed sequence, clamped into the tensor whatever the table holds."""
     start = tl.minimum(tl.maximum(start, 0), total)

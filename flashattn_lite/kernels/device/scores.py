@@ -36,6 +36,21 @@ def to_log2(s, scale_log2, softcap, F: tl.constexpr):
 
 
 @triton.jit
+def scaled(s, args, F: tl.constexpr):
+    """(scores, the factor that brings them to log2 units)."""
+    if F.scale_first:
+        return to_log2(s, args.scale_log2, args.softcap, F), 1.0
+    else:
+        return s, args.scale_log2
+
+
+@triton.jit
+def finite(v):
+    """v with 0 for infinities and NaN."""
+    return tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0).to(v.dtype)
+
+
+@triton.jit
 def visible(offs_m, offs_n, len_k, diag_lo, diag_hi, F: tl.constexpr):
     """[M, N] bool: key offs_n [N] exists and lies between the diagonals of row offs_m [M] (bounds that F has)."""
     seen = (offs_n < len_k)[None, :]

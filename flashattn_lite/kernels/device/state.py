@@ -67,6 +67,12 @@ def update_fixed(m_i, l_i, s, scale):
 
 
 @triton.jit
+def single(s):
+    """The state (m_i, l_i) of one logit a row, in log2 units: a sink."""
+    return s, tl.where(s == EMPTY_M, EMPTY_L, 1.0)
+
+
+@triton.jit
 def merge(m_a, l_a, m_b, l_b):
     """The state over the union of two disjoint key sets, elementwise.
 

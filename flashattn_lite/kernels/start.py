@@ -1,4 +1,7 @@
-"""Starting one compiled kernel again and again, in few microseconds: what only the shapes decide is worked out once."""
+"""Starting one compiled kernel again and again, in few microseconds: what only the shapes decide is worked out once.
+
+Of a first call all kernels are compiled side by side.
+"""
 
 from __future__ import annotations
 

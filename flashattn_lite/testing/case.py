@@ -138,7 +138,7 @@ class Case:
         if self.mask is None:
             return torch.zeros(1, 1, dtype=torch.float32, device=self.q.device)
         if self.mask.dtype == torch.bool:
-            return torch.zeros(self.mask.shape, device=self.q.device).float().masked_fill(~self.mask, -math.inf)
+            return torch.zeros_like(self.mask, dtype=torch.float32).masked_fill(~self.mask, -math.inf)
         return self.mask.to(torch.promote_types(self.mask.dtype, torch.float32))
 
     def as_mask(self) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,18 +65,23 @@ def test_they_are_compiled_side_by_side(launches, monkeypatch):
         assert "st.global" in start.kernel.warmup(*args, grid=start.grid, **start.options).asm["ptx"]
 
 
-def test_python_failing_for_nothing_is_asked_again(launches, monkeypatch):
-    warmup, (start, args) = launches[0][0].kernel.warmup, launches[0]
-    fails = iter((True, True, False))
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_if_it_was(launches, monkeypatch, enabled):
+    """Not while threads compile: see `no_garbage_collected`."""
+    compile, seen = triton.compiler.compile, []
 
-    def once_more(*args, **kwargs):
-        if next(fails):
-            raise SystemError("AST constructor recursion depth mismatch")
-        return warmup(*args, **kwargs)
+    def look(*args, **kwargs):
+        seen.append(gc.isenabled())
+        return compile(*args, **kwargs)
 
-    monkeypatch.setattr(start.kernel, "warmup", once_more)
-    compile_together([(start, args)])
-    assert known(start) == 1
+    compilers(monkeypatch, look)
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        compile_together(launches)
+        assert seen == [False, False] and gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_what_fails_is_told_by_the_launch(launches, monkeypatch):

@@ -6,10 +6,11 @@ Of a first call all kernels are compiled side by side.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any
 
@@ -19,9 +20,6 @@ from triton import knobs
 
 from flashattn_lite.kernels import descriptors
 
-# ast.parse of two threads at once may fail for nothing: a collection of garbage within one lets the other in, and they
-# count how deep they are as one (seen on Python 3.11.7).
-RETRIES = 8
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
 # differ from 1 (device/state.py).
@@ -78,15 +76,28 @@ def compile_together(launches: Iterable[Launch]) -> None:
     device = torch.cuda.current_device()
 
     def compile(start: Starter, args: tuple[Any, ...]) -> None:
-        for _ in range(RETRIES):
-            with suppress(SystemError), torch.cuda.device(device):
-                start.kernel.warmup(*args, grid=start.grid, **start.options)
-                return
+        with torch.cuda.device(device):
+            start.kernel.warmup(*args, grid=start.grid, **start.options)
 
-    with suppress(RuntimeError), ThreadPoolExecutor() as pool:
+    with no_garbage_collected(), suppress(RuntimeError), ThreadPoolExecutor() as pool:
         for start, args in launches:
             if start.grid[0]:  # a descriptor is lent, and may be taken back before a thread looks at it
                 pool.submit(compile, start, tuple(copy.copy(x) if hasattr(x, "block_shape") else x for x in args))
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """ast.parse of two threads at once may fail for nothing (seen on Python 3.11.7).
+
+    A collection that begins within one may let the other in, and they count how deep they are as one.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def options_of(config: Any) -> dict[str, Any]:

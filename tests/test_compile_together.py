@@ -24,20 +24,24 @@ WAIT = 20  # seconds
 
 
 @pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """Of three kernels that nobody has compiled, with their arguments; the last of a grid with no block."""
+def on_sm_90(monkeypatch, tmp_path):
+    """As on a GPU that is there, with nothing kept of what was compiled before."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    with offline("sm_90"):
+        yield
+
+
+@pytest.fixture
+def launches(on_sm_90):
+    """Of three kernels that nobody has compiled, with their arguments; the last of a grid with no block."""
 
     def kernel(X, N: tl.constexpr):
         tl.store(X, N)
 
-    with offline("sm_90"):
-        x = torch.zeros(1)
-        yield [
-            (Starter(triton.jit(kernel), blocks, {"num_warps": 1}), (x, n)) for n, blocks in ((3, 1), (4, 2), (5, 0))
-        ]
+    x = torch.zeros(1)
+    return [(Starter(triton.jit(kernel), blocks, {"num_warps": 1}), (x, n)) for n, blocks in ((3, 1), (4, 2), (5, 0))]
 
 
 def compilers(monkeypatch, compile):
@@ -109,11 +113,8 @@ def test_nothing_is_asked_of_threads_that_can_not_start(launches, monkeypatch):
     assert [known(start) for start, _ in launches] == [0, 0, 0]
 
 
-def test_a_backward_is_compiled_whose_descriptors_are_taken_back(monkeypatch, tmp_path):
+def test_a_backward_is_compiled_whose_descriptors_are_taken_back(on_sm_90, monkeypatch):
     """Which happens before a thread has looked at them, unless it is quick: here none is, until all were asked for."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     asked, pool, seen = threading.Event(), ThreadPoolExecutor, []
     waits = {"initializer": asked.wait, "initargs": (WAIT,)}
     monkeypatch.setattr(starting, "ThreadPoolExecutor", lambda: pool(2, **waits))
@@ -127,8 +128,7 @@ def test_a_backward_is_compiled_whose_descriptors_are_taken_back(monkeypatch, tm
         asked.set()
 
     assert any(side.tile.TMA for side in call.sides)
-    with offline("sm_90"):
-        compile_together(launches())
+    compile_together(launches())
     assert seen == [False] * 5
 
 

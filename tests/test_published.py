@@ -201,5 +201,10 @@ def test_the_first_training_step_is_that_of_the_results():
         f"of d{rows[0]['head_dim']} {rows[0]['len_q']} took {ours[0]:.1f} s, in a second process {ours[1]:.1f}, "
         f"FlexAttention's {flex[0]:.1f} and {flex[1]:.1f} (`first_step.csv`, {rows[0]['commit']}"
     )
-    assert text in " ".join(PAGE.split())
+    page = " ".join(PAGE.split())
+    assert text in page
+    calls = tables.speeds(tables.results()("first_call_bytecode"), "first_s", "head_dim", "len_q")
+    mine = ", ".join(f"d{dim} {length} {found['flashattn_lite']:.1f}" for (dim, length), found in calls.items())
+    others = "{:.1f}, {:.1f} and {:.1f}".format(*(found["flex"] for found in calls.values()))
+    assert f"{mine} s, FlexAttention's {others}; `first_call_bytecode.csv`" in page
     assert f"a first training step {ours[0] / flex[0]:.1f} times as long" in PAGE

@@ -187,8 +187,10 @@ def exists_one(tile, counter_ptr, sizes, args, F: gl.constexpr, T: gl.constexpr)
 
 @gluon.jit
 def report(n_message, n_report, talk, T: gl.constexpr):
-    """Waits until the consumers have finished all that was sent. What any of them says: 1, rows failed or V is not
-    finite; 2, a part comes a second time (`again_part`)."""
+    """Waits until the consumers have finished all that was sent. Returns what any of them says, or-ed.
+
+    1: rows failed, or V is not finite; 2: a part comes a second time (`again_part`).
+    """
     CONSUMERS: gl.constexpr = T.WARPGROUPS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     settled, verdicts = talk[3], talk[4]

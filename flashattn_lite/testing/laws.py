@@ -36,7 +36,7 @@ def lse_is_only_told(attention: Attention, case: Case) -> None:
     with arguments_stay(case):
         out = attention(case.q, case.k, case.v, **case.options())
     assert isinstance(out, Tensor), f"without return_lse it must return out; got {show(out)} in {case}"
-    _agree((out, None), run(attention, case), case)
+    agree((out, None), run(attention, case), case)
 
 
 # ---- the state ------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def merge_of_any_split_is_the_whole(attention: Attention, case: Case) -> None:
     for part in range(parts):
         sinks = case.sinks if part == 0 else None
         results.append(run(attention, case.hide(owner != part).replace(sinks=sinks)))
-    _agree(merge_attention(results), run(attention, case), case, merged=True)
+    agree(merge_attention(results), run(attention, case), case, merged=True)
 
 
 @needs("lse", "q_start")
@@ -68,7 +68,7 @@ def merge_of_cut_keys_is_the_whole(attention: Attention, case: Case) -> None:
     if lens is not None:
         first, second = first.replace(kv_lens=lens.clamp(max=cut)), second.replace(kv_lens=lens.clamp(min=cut) - cut)
     merged = merge_attention([run(attention, first), run(attention, second)])
-    _agree(merged, run(attention, case), case, merged=True)
+    agree(merged, run(attention, case), case, merged=True)
 
 
 @needs("mask")
@@ -81,7 +81,7 @@ def shift_of_scores_moves_lse(attention: Attention, case: Case) -> None:
     shifted = case.replace(mask=mask + shift, sinks=None if sinks is None else sinks + shift)
     out, lse = run(attention, case)
     # By the bound of the shifted problem: its lse may be the larger, and is rounded so.
-    _agree(run(attention, shifted), (out, None if lse is None else lse + shift), shifted)
+    agree(run(attention, shifted), (out, None if lse is None else lse + shift), shifted)
 
 
 # ---- other ways to say the same -------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ def shift_of_scores_moves_lse(attention: Attention, case: Case) -> None:
 def gqa_is_repeated_kv(attention: Attention, case: Case) -> None:
     """Grouped heads read what a repeated key head would hold."""
     repeated = case.map_kv(lambda x: repeat_heads(x, case.q.shape[1]))
-    _agree(run(attention, repeated), run(attention, case), case)
+    agree(run(attention, repeated), run(attention, case), case)
 
 
 @needs("strides")
 def strides_are_irrelevant(attention: Attention, case: Case) -> None:
     """The same numbers, contiguous."""
-    _agree(run(attention, case.contiguous()), run(attention, case), case)
+    agree(run(attention, case.contiguous()), run(attention, case), case)
 
 
 @needs()
@@ -105,13 +105,13 @@ def order_of_keys_is_irrelevant(attention: Attention, case: Case) -> None:
     """Without positions, keys may come in any order."""
     case = case.replace(causal=False, window=None, q_start=None, kv_lens=None)
     order = torch.randperm(case.k.shape[2], generator=case.generator()).to(case.q.device)
-    _agree(run(attention, case.keys(order)), run(attention, case), case)
+    agree(run(attention, case.keys(order)), run(attention, case), case)
 
 
 @needs("mask")
 def visibility_is_a_mask(attention: Attention, case: Case) -> None:
     """causal, window and kv_lens say what a mask of (B, Hq, L, S) says."""
-    _agree(run(attention, case.as_mask()), run(attention, case), case)
+    agree(run(attention, case.as_mask()), run(attention, case), case)
 
 
 @needs("kv_lens")
@@ -124,7 +124,7 @@ def kv_lens_cut_the_keys(attention: Attention, case: Case) -> None:
     for b, length in enumerate(lens.tolist()):
         alone = case.sequence(b).keys(slice(0, length)).replace(kv_lens=None)
         one = slice(b, b + 1)
-        _agree(run(attention, alone), (out[one], None if lse is None else lse[one]), alone)
+        agree(run(attention, alone), (out[one], None if lse is None else lse[one]), alone)
 
 
 @needs("kv_lens")
@@ -134,7 +134,7 @@ def lengths_outside_count_as_the_nearest(attention: Attention, case: Case) -> No
     lens = torch.tensor([(-3, len_k + 5, -(2**31), 2**31 - 1)[(b + case.seed) % 4] for b in range(batch)])
     case = case.replace(kv_lens=lens.to(case.q.device, torch.int32))
     held = case.replace(kv_lens=lens.clamp(0, len_k).to(case.q.device, torch.int32))
-    _agree(run(attention, case), run(attention, held), held)
+    agree(run(attention, case), run(attention, held), held)
 
 
 @needs("causal", "q_start")
@@ -150,7 +150,7 @@ def a_start_far_away_sees_all_or_nothing(attention: Attention, case: Case) -> No
 def scale_is_a_factor_of_q(attention: Attention, case: Case) -> None:
     """q doubled with half the scale is the same; doubling is exact."""
     case = case.replace(q=case.q.clamp(-3e4, 3e4), scale=case.factor)
-    _agree(run(attention, case.replace(q=case.q * 2, scale=case.factor / 2)), run(attention, case), case)
+    agree(run(attention, case.replace(q=case.q * 2, scale=case.factor / 2)), run(attention, case), case)
 
 
 @needs("softcap")
@@ -161,7 +161,7 @@ def a_high_softcap_is_none(attention: Attention, case: Case) -> None:
     highest = math.prod(float(norm.max()) if norm.numel() else 0.0 for norm in norms) * abs(case.factor)
     times = 1e9 if case.q.dtype == torch.float64 else 1e5
     softcap = min(times * (1 + highest), 1e38)  # of what float32 does not hold either way no weight is left
-    _agree(run(attention, case.replace(softcap=softcap)), run(attention, case), case)
+    agree(run(attention, case.replace(softcap=softcap)), run(attention, case), case)
 
 
 @needs("mask", "sinks")
@@ -173,7 +173,7 @@ def a_sink_is_a_key_of_value_zero(attention: Attention, case: Case) -> None:
     column = sinks.view(1, rows[1], 1, 1).expand(*rows, 1)
     mask = torch.cat([case.float_mask().expand(*rows, case.k.shape[2]), column], dim=-1)
     longer = case.map_kv(lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], dim=2))
-    _agree(run(attention, longer.replace(mask=mask, sinks=None)), run(attention, case), case)
+    agree(run(attention, longer.replace(mask=mask, sinks=None)), run(attention, case), case)
 
 
 @needs("sinks")
@@ -181,7 +181,7 @@ def a_sink_of_no_weight_is_none(attention: Attention, case: Case) -> None:
     """exp(-inf) adds nothing to the denominator: a head with such a sink has none."""
     sinks = torch.full((case.q.shape[1],), -math.inf, dtype=case.q.dtype, device=case.q.device)
     case = case.replace(sinks=None)
-    _agree(run(attention, case.replace(sinks=sinks)), run(attention, case), case)
+    agree(run(attention, case.replace(sinks=sinks)), run(attention, case), case)
 
 
 # ---- weights are weights --------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def out_lies_between_the_values(attention: Attention, case: Case) -> None:
         assert_within(f"row {i} of out", got, nearest, answer.out_bound[:, :, i], case)
 
 
-def _agree(got: Result, want: Result, case: Case, merged: bool = False) -> None:
+def agree(got: Result, want: Result, case: Case, merged: bool = False) -> None:
     """Two results of one problem: each may be one bound away from the answer. merged: weighed by lse, a float32."""
     answer = expect(case, inside=torch.float32 if merged and case.q.dtype == torch.float64 else None)
     assert_within("out", got[0], want[0], 2 * answer.out_bound, case)

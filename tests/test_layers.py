@@ -38,10 +38,10 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.spl
 FLOORS[""] = len(ROOMS)  # the public face
 # Neighbours on one floor that may talk: the door says no through errors and knows problems and numbers, scores speak in
 # the state's log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the
-# kernel it is named after, and what Triton can take is said by one launcher; a start knows descriptors; the op runs
-# calls, and softmax asks them who watches; what stands in for torch's function is sdpa's; the softmax kernels know
-# where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two kernels, the tiles of the
-# first and the splits that both know.
+# kernel it is named after, and what Triton can take is said by one launcher; a start knows descriptors, the interpreter
+# what a launch is; the op runs calls, and softmax asks them who watches; what stands in for torch's function is sdpa's;
+# the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two
+# kernels, the tiles of the first and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
     ("arguments", "problem"),
@@ -118,6 +118,7 @@ NEIGHBOURS = {
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
     ("kernels.start", "kernels.descriptors"),
+    ("kernels.interpreter", "kernels.start"),
     ("ops", "calls"),
     ("replace", "sdpa"),
     ("softmax", "calls"),

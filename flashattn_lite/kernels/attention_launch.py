@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import interpreted, widened
+from flashattn_lite.kernels.interpreter import fill
 from flashattn_lite.kernels.operands import (
     lse_strides,
     mask_align,
@@ -132,12 +133,19 @@ def plan(
     return call.start.kernel, call.start.grid, args, call.start.options
 
 
+def plans(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Iterator[Plan]:
+    """All launches, in their order."""
+    yield plan(problem, inputs, out, lse, target)
+    if problem.features.varlen:
+        yield uncovered.plan(problem, inputs, out, lse, target)
+
+
 def prepare(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target
 ) -> Callable[[Inputs, Tensor, Tensor], None]:
     """What fills out and lse for inputs of this metadata. On a GPU in few microseconds from its second run on."""
     if target.interpreting:
-        return lambda inputs, out, lse: interpret(problem, inputs, out, lse, target)
+        return lambda inputs, out, lse: fill(functools.partial(plans, lse=lse, target=target), problem, inputs, out)
     return Call(problem, inputs, out, lse, target, config_of(problem, inputs, target))
 
 
@@ -164,19 +172,3 @@ def descriptor(x: Tensor, block: list[int], packed: bool) -> TensorDescriptor:
     shape = sizes(x, packed)
     steps = tma_strides(shape, strides(x, packed), x.element_size())
     return TensorDescriptor(x, shape, steps, [1, 1, *block])
-
-
-def interpret(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> None:
-    """Fills out and lse through Triton's interpreter."""
-    if problem.dtype == torch.bfloat16:
-        out_wide = torch.empty_like(out, dtype=torch.float32)
-        interpret(*widened(problem, inputs), out_wide, lse, target)
-        out.copy_(out_wide)
-        return
-    plans = [plan(problem, inputs, out, lse, target)]
-    if problem.features.varlen:
-        plans.append(uncovered.plan(problem, inputs, out, lse, target))
-    for kernel, grid, args, kwargs in plans:
-        if grid[0]:
-            with interpreted():
-                kernel[grid](*args, **kwargs)

@@ -16,7 +16,7 @@ from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_o
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.descriptors import Descriptors
-from flashattn_lite.kernels.interpreter import interpreted, widened
+from flashattn_lite.kernels.interpreter import interpret, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.parts import Parts
 from flashattn_lite.kernels.start import Starter, compile_together, on, options_of
@@ -57,11 +57,11 @@ def prepare(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Seq
     It takes lse and d_lse contiguous.
     """
     if target.interpreting:
-        return lambda *tensors: interpret(problem, needs, target, *tensors)
+        return lambda *tensors: gradients_interpreted(problem, needs, target, *tensors)
     return Call(problem, inputs, d_out, needs, target)
 
 
-def interpret(
+def gradients_interpreted(
     problem: AttentionProblem,
     needs: Sequence[bool],
     target: Target,
@@ -78,10 +78,8 @@ def interpret(
         out, d_out = out.float(), d_out.float()
     call = Call(problem, inputs, d_out, needs, target)
     grads, rows = call.allocate(inputs, lse)
-    for start, args in call.launches(inputs, out, lse, d_out, d_lse, grads, rows):
-        if start.grid[0]:
-            with interpreted():
-                start.kernel[start.grid](*args, **start.options)
+    launches = call.launches(inputs, out, lse, d_out, d_lse, grads, rows)
+    interpret((start.kernel, start.grid, args, start.options) for start, args in launches)
     done = call.wanted(inputs, grads, rows)
     dq, dk, dv, d_mask, d_sinks = (g if g is None else g.to(x.dtype) for g, x in zip(done, given, strict=False))
     return dq, dk, dv, d_mask, d_sinks

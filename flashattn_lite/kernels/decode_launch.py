@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
-from flashattn_lite.kernels.interpreter import interpreted, widened
+from flashattn_lite.kernels.interpreter import fill
 from flashattn_lite.kernels.merge_launch import Merge
 from flashattn_lite.kernels.operands import (
     VECTOR,
@@ -276,21 +277,6 @@ def prepare(
 ) -> Callable[..., None]:
     """What fills out and lse for tensors of this metadata. On a GPU in few microseconds from its second run on."""
     if target.interpreting:
-        return lambda inputs, out, lse, table=None: interpret(problem, inputs, out, lse, target, table)
+        of = lambda lse, table: functools.partial(plan, lse=lse, target=target, table=table)
+        return lambda inputs, out, lse, table=None: fill(of(lse, table), problem, inputs, out)
     return Call(problem, inputs, out, lse, target, table=table)
-
-
-def interpret(
-    problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, table: Tensor | None
-) -> None:
-    """Fills out and lse through Triton's interpreter."""
-    if problem.dtype == torch.bfloat16:
-        wide, wide_inputs = widened(problem, inputs)
-        out_wide = torch.empty_like(out, dtype=torch.float32)
-        interpret(wide, wide_inputs, out_wide, lse, target, table)
-        out.copy_(out_wide)
-        return
-    for kernel, grid, args, kwargs in plan(problem, inputs, out, lse, target, table=table):
-        if grid[0]:
-            with interpreted():
-                kernel[grid](*args, **kwargs)

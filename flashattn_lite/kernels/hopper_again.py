@@ -49,7 +49,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     stage,
 )
 
-PART = gl.constexpr(1024)  # elements that a consumer takes at a time, eight a thread
+CHUNK = gl.constexpr(1024)  # elements that a consumer takes at a time, eight a thread
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -67,18 +67,18 @@ def clean(v_s, at, mode, n_clean, cleaned, WG: gl.constexpr, T: gl.constexpr):
     Element by element, so that it does not matter in which order they lie. Every consumer does its share and waits for
     the others. Returns 1 if there was any in that share.
     """
-    PARTS: gl.constexpr = T.V_PIECES * T.BLOCK_N * T.BLOCK_DV // PART
+    CHUNKS: gl.constexpr = T.V_PIECES * T.BLOCK_N * T.BLOCK_DV // CHUNK
     EIGHT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    parts = reinterpret(v_s, v_s.dtype, [T.STAGES * PARTS, PART], FLAT)
+    chunks = reinterpret(v_s, v_s.dtype, [T.STAGES * CHUNKS, CHUNK], FLAT)
     one = gl.where(mode == REDO, 0.0, 1.0)
     other = gl.where(mode == MINUS, float("inf"), float("-inf"))
-    dirty = gl.full([PART], 0, gl.int32, EIGHT)
-    for i in range(WG, PARTS, T.WARPGROUPS):
-        part = parts.index(at * PARTS + i)
-        x = part.load(EIGHT).to(gl.float32)
+    dirty = gl.full([CHUNK], 0, gl.int32, EIGHT)
+    for i in range(WG, CHUNKS, T.WARPGROUPS):
+        chunk = chunks.index(at * CHUNKS + i)
+        x = chunk.load(EIGHT).to(gl.float32)
         infinite = (gl.abs(x) < float("inf")) == 0
         kept = gl.where(infinite, gl.where(x == other, 0.0, one), gl.where(mode == REDO, x, 0.0))
-        part.store(kept.to(v_s.dtype))
+        chunk.store(kept.to(v_s.dtype))
         dirty |= infinite.to(gl.int32)
     fence_async_shared()
     mbarrier.arrive(cleaned, count=1)
@@ -267,24 +267,24 @@ def write_rows(out, mode, v_s, dst, lse, task, WG: gl.constexpr, F: gl.constexpr
     Through shared memory, where V was, 1024 elements at a time: all at once is long straight code, to compile and to
     spill for.
     """
-    TAKEN: gl.constexpr = PART // T.BLOCK_DV  # rows of a part
-    PARTS: gl.constexpr = ROWS // TAKEN  # of a piece
+    TAKEN: gl.constexpr = CHUNK // T.BLOCK_DV  # rows of a chunk
+    CHUNKS: gl.constexpr = ROWS // TAKEN  # of a piece
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.BLOCK_DV, T.BLOCK_DV // 8], [4, 1], [1, 0])
     ROOMS: gl.constexpr = T.STAGES * T.V_PIECES * T.BLOCK_N // ROWS
     whole = reinterpret(v_s, v_s.dtype, [ROOMS, ROWS, T.BLOCK_DV], PLAIN)
-    parts = reinterpret(v_s, v_s.dtype, [ROOMS * PARTS, TAKEN, T.BLOCK_DV], PLAIN)
+    chunks = reinterpret(v_s, v_s.dtype, [ROOMS * CHUNKS, TAKEN, T.BLOCK_DV], PLAIN)
     infinity = gl.where(mode == PLUS, float("inf"), float("-inf"))
     PIECES: gl.constexpr = T.V_PIECES
     for i in gl.static_range(PIECES):
         whole.index(WG * T.V_PIECES + i).store(out[i])
-    for i in range(T.V_PIECES * PARTS):
-        offs_r = i % PARTS * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
+    for i in range(T.V_PIECES * CHUNKS):
+        offs_r = i % CHUNKS * TAKEN + gl.arange(0, TAKEN, layout=gl.SliceLayout(1, WIDE))
         pos, head, exists = rows_of(offs_r, task, WG, T)
         mark = gl.load(lse_pointers(lse, task, head, pos, F, T), mask=exists, other=0.0).to(gl.int32, bitcast=True)
         wanted = exists & ((mark == EXACT) | (mark == CLEAN) | (mode != REDO))
-        ptrs, inside = out_pointers(dst, offs_r, i // PARTS * T.BLOCK_DV, T.BLOCK_DV, task, WIDE, WG, F, T)
+        ptrs, inside = out_pointers(dst, offs_r, i // CHUNKS * T.BLOCK_DV, T.BLOCK_DV, task, WIDE, WG, F, T)
         wanted = wanted[:, None] & inside
-        new = parts.index(WG * T.V_PIECES * PARTS + i).load(WIDE)
+        new = chunks.index(WG * T.V_PIECES * CHUNKS + i).load(WIDE)
         had = gl.load(ptrs, mask=wanted & (mode != REDO), other=0.0)
         gl.store(ptrs, gl.where(mode == REDO, new, moved(had, new, infinity)), mask=wanted)
     fence_async_shared()

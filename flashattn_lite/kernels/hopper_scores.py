@@ -105,8 +105,8 @@ def careful(s, mask, m_i, l_i, i, rows, task, args, F: gl.constexpr, T: gl.const
 
 
 @gluon.jit
-def settled_first(l_i):
-    """l_i, known before anything that follows starts: keeps ptxas from waiting for P V ahead of the softmax.
+def computed_first(l_i):
+    """l_i, computed before anything that follows starts: keeps ptxas from waiting for P V ahead of the softmax.
 
     By a store under a condition that never holds (l_i is a sum of powers, or NaN), of both rows of a thread at once.
     """

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from flashattn_lite.kernels.hopper_pieces import add_values, execute, pieces_of, query_key, values_added, weighed
-from flashattn_lite.kernels.hopper_scores import careful, fast, mask_tile, pack_p, settled_first
+from flashattn_lite.kernels.hopper_scores import careful, computed_first, fast, mask_tile, pack_p
 from flashattn_lite.kernels.hopper_tasks import ROWS, next_stage, stage
 
 
@@ -92,7 +92,7 @@ def attend(state, p, q, rings, bars, it, first, last, rows, task, args, CAREFUL:
             m_i, l_i, alpha, p = careful(s, mask, m_i, l_i, i, rows, task, args, F, T)
         else:
             l_i, p = fast(s, m_i, l_i, args, F, T)
-            l_i = settled_first(l_i)
+            l_i = computed_first(l_i)
         acc = values_added(acc, T)
         if T.APART:
             mbarrier.arrive(bars.v_empty.index(at), count=1)

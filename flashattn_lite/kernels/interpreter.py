@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from flashattn_lite import forks
+from flashattn_lite.kernels.start import Plan
 from flashattn_lite.problem import AttentionProblem, Inputs
+
+
+def interpret(plans: Iterable[Plan]) -> None:
+    """Starts the launches that have blocks, in their order."""
+    for kernel, grid, args, kwargs in plans:
+        if grid[0]:
+            with interpreted():
+                kernel[grid](*args, **kwargs)
+
+
+def fill(plans: Callable[..., Iterable[Plan]], problem: AttentionProblem, inputs: Inputs, out: Tensor) -> None:
+    """Fills out by plans(problem, inputs, out), in float32 where the interpreter has no bfloat16."""
+    to = out
+    if problem.dtype == torch.bfloat16:
+        problem, inputs = widened(problem, inputs)
+        to = torch.empty_like(out, dtype=torch.float32)
+    interpret(plans(problem, inputs, to))
+    if to is not out:
+        out.copy_(to)
 
 
 def widened(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:

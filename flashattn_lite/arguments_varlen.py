@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashattn_lite.arguments import QKV, check_int32, check_qkv, readable
 from flashattn_lite.errors import type_error, value_error
-from flashattn_lite.scalars import is_int, negative
+from flashattn_lite.scalars import is_int, negative, unless_known
 
 
 def check_varlen(
@@ -22,7 +22,7 @@ def check_varlen(
     sides = (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k))
     for side, x, cu, longest in sides:
         check_int32(f"cu_seqlens_{side}", cu, x)
-        if cu.dim() != 1 or cu.shape[0] < 1:
+        if cu.dim() != 1 or not unless_known(cu.shape[0] >= 1):
             raise value_error(
                 f"cu_seqlens_{side}", "must have shape (batch + 1,)", cu, "Pass 0, then where each sequence ends."
             )

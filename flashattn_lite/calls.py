@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite.scalars import unless_known
 from flashattn_lite.target import takes_tf32
 from flashattn_lite.watchers import batched, watched
 
@@ -59,7 +60,8 @@ def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]
         return q.new_empty(total, problem.heads_q, dim_v), lse
     batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
     lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
-    if q.stride(1) < q.stride(2):  # not as a view of what lies so, which could not be written to in place later
+    if not unless_known(q.stride(1) >= q.stride(2)):
+        # Not as a view of what lies so, which could not be written to in place later.
         return q.new_empty_strided((batch, heads, len_q, dim_v), (len_q * heads * dim_v, dim_v, heads * dim_v, 1)), lse
     return q.new_empty(batch, heads, len_q, dim_v), lse
 

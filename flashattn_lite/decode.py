@@ -17,7 +17,7 @@ from flashattn_lite.scalars import as_int64
 from flashattn_lite.watchers import bare
 
 Ready = tuple[AttentionProblem, dispatch.Run]  # a call that was prepared, for all tensors of its metadata
-TENSORS = 6  # they come first in the op's arguments
+NUM_TENSORS = 6  # they come first in the op's arguments
 
 
 def problem_of(
@@ -45,7 +45,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     arguments.check_window((left, right))
     if table is not None:
         arguments_decode.check_table_values(table, kv_lens, k_cache)
-    return _run(_prepared(*args), args[:TENSORS])
+    return _run(_prepared(*args), args[:NUM_TENSORS])
 
 
 def _shapes(*args: Any) -> tuple[Tensor, Tensor]:

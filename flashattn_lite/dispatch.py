@@ -11,11 +11,10 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite import tiled, tiled_backward
 from flashattn_lite.errors import BackendError, value_error
-from flashattn_lite.problem import AttentionProblem, Grads, Inputs
+from flashattn_lite.problem import AttentionProblem, Gradients, Inputs
 from flashattn_lite.target import Target
 
 Run = Callable[..., None]  # of (inputs, out, lse), and of a cache the block table
-Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # (inputs, out, lse, d_out, d_lse)
 
 
 class Backend(Protocol):

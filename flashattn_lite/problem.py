@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
 SMALL = 2.0**-120  # a scale of less may be 0 in float32, or in units of log2
 NO_CAP = 2.0**-126  # scale / softcap of less may be 0 in float32; the cap leaves products below 2^115 as they are there
-UNPROMISED = 17  # rows that packed sequences are taken to have where nobody promises fewer: more than are few anywhere
+UNPROMISED = 97  # rows that packed sequences have where nobody promises fewer: more than are few to any tile
 FAR = 2**30  # diagonals are clamped there, so that row + diagonal fits in int32; nor may a sequence be as long
 
 
@@ -28,6 +29,9 @@ class Inputs(NamedTuple):
     kv_lens: Tensor | None = None  # [B] int32
     cu_seqlens_q: Tensor | None = None  # [B + 1] int32
     cu_seqlens_k: Tensor | None = None  # [B + 1] int32
+
+
+Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,20 @@ class AttentionProblem:
     softcap: float | None
     diag_lo: int
     diag_hi: int
-    promised_q: int | None = None  # packed: max_seqlen_q, which no neighbour changes as it does len_q
+    promised_q: int | None = None  # packed: max_seqlen_q
     cache: bool = False  # keys are in a cache: neither the room for them, len_k, nor pages may show in a row's bits
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence; of packed ones those promised: no neighbour's decide about a row's bits."""
+        if not self.features.varlen:
+            return self.len_q
+        return UNPROMISED if self.promised_q is None else self.promised_q
 
     @property
     def keys_seen(self) -> int:

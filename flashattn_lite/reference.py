@@ -14,9 +14,9 @@ from torch import Tensor
 from flashattn_lite.arguments import FLOAT_DTYPES, check_dense, check_flag, check_kv_lens, check_options, check_sinks
 from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
+from flashattn_lite.autocast import as_written
 from flashattn_lite.errors import type_error
 from flashattn_lite.scalars import diagonals_as_int64
-from flashattn_lite.tiles import as_written
 from flashattn_lite.watchers import mapped
 
 # ---- softmax of one row, four times -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import forks, sdpa
 from flashattn_lite.arguments_mask import is_causal_bias
-from flashattn_lite.tiles import autocasts
+from flashattn_lite.autocast import autocasts
 from flashattn_lite.watchers import watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints

@@ -10,10 +10,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_lite import api, arguments, batch_dims, calls, operators, ops, watchers
 from flashattn_lite.arguments_mask import check_mask_shape, is_causal_bias, mask_remedy
+from flashattn_lite.autocast import autocasts, lowered
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
 from flashattn_lite.scalars import is_number
-from flashattn_lite.tiles import autocasts, lowered
 
 NAMES = ("query", "key", "value")
 Tensors = tuple[Tensor, Tensor, Tensor]

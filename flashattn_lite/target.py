@@ -54,6 +54,8 @@ def interpreting() -> bool:
 
 @functools.cache
 def _gpu(index: int) -> Target:
+    if not torch.cuda.is_available():  # of a fake tensor, which may be on a device that is not there
+        return Target("cuda", 0, "no GPU", "torch sees no GPU here")
     properties = torch.cuda.get_device_properties(index)
     name, count = properties.name, properties.multi_processor_count
     if torch.version.hip:

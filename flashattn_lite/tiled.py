@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import state
+from flashattn_lite.autocast import as_written
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.products import ALIGN, add_product_, operand, product, sum_is_finite
 from flashattn_lite.scores import cap
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
+from flashattn_lite.tiles import RowTile, Sequences, TileShape, fit, sequences
 
 
 def why_not(problem: AttentionProblem) -> list[str]:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import state
+from flashattn_lite.autocast import as_written
 from flashattn_lite.problem import AttentionProblem, Grads, Inputs
 from flashattn_lite.products import add_product_, operand, product, sum_is_finite
 from flashattn_lite.scores import to_log2_
 from flashattn_lite.state import LOG2E
-from flashattn_lite.tiles import RowTile, Sequences, TileShape, as_written, fit, sequences
+from flashattn_lite.tiles import RowTile, Sequences, TileShape, fit, sequences
 
 # Scores of one tile over all its slots: 4 MiB of float32, on a GPU 128 MiB (fewer launches).
 SCORES = {"cpu": 2**20, "cuda": 2**25}

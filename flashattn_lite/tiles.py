@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,25 +15,6 @@ from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.scores import add_mask, visible
 
 MOST_BIASES = 16  # tiles kept, of some 256 KB each
-
-
-def as_written(device: torch.device) -> AbstractContextManager[None]:
-    """Every product in the dtypes of its operands, also inside a caller's torch.autocast."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast is on for tensors of that device; meta knows none, and says so by an error."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def lowered(device: torch.device, *args: Any) -> tuple[Any, ...]:
-    """A function's arguments as a caller's torch.autocast casts them where the function runs in its lower precision."""
-    if not autocasts(device):
-        return args
-    dtype = torch.get_autocast_dtype(device.type)
-    casts = (isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 for x in args)
-    return tuple(x.to(dtype) if cast else x for x, cast in zip(args, casts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -134,12 +113,19 @@ def sequences(problem: AttentionProblem, inputs: Inputs) -> Iterator[Sequences]:
     cu_q, cu_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     alone = problem.device.type != "cpu"
     lengths = lambda b: (cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b], alone and b)
-    for (len_q, *_), group in itertools.groupby(range(problem.batch), lengths):
+    for _, group in itertools.groupby(range(problem.batch), lengths):
         first, *others = group
         batch = range(first, first + 1 + len(others))
-        rows, keys = (slice(cu[batch.start], cu[batch.stop]) for cu in (cu_q, cu_k))
-        if len_q:
+        of = lambda cu, x, batch=batch: tokens_within(cu[batch.start], cu[batch.stop], x.shape[0])
+        rows, keys = of(cu_q, inputs.q), of(cu_k, inputs.k)
+        if rows.stop > rows.start:
             yield Sequences(problem, inputs, rows, keys, batch)
+
+
+def tokens_within(start: int, end: int, total: int) -> slice:
+    """A packed sequence's tokens, clamped into the tensor: on a GPU nobody has looked at the table."""
+    start = min(max(start, 0), total)
+    return slice(start, min(max(end, start), total))
 
 
 @dataclass(frozen=True)

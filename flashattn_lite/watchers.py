@@ -65,6 +65,8 @@ def watched() -> bool:
     try:
         if forward_ad._current_level >= 0 or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
             return True
+        if torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0:  # a tracer ahead of autograd, counted apart
+            return True
         if torch._C._len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
             return True
         return torch._C._functorch.peek_interpreter_stack() is not None

@@ -132,7 +132,7 @@ def _filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def filled(*args: object, **kwargs: object) -> torch.Tensor:
         out = make(*args, **kwargs)
-        if isinstance(out, FakeTensor) or out.layout != torch.strided:
+        if isinstance(out, FakeTensor) or out.is_meta or out.layout != torch.strided:
             return out
         if out.numel() * out.element_size() > LARGEST_FILL:
             return out

@@ -15,9 +15,10 @@ import triton.language as tl  # noqa: E402
 
 from benchmarks.offline import GPUS, attention_problem, offline  # noqa: E402
 from flashattn_lite import target as targets  # noqa: E402
-from flashattn_lite.kernels import backward_launch  # noqa: E402
+from flashattn_lite.kernels import backward_launch, compiling  # noqa: E402
 from flashattn_lite.kernels import start as starting  # noqa: E402
-from flashattn_lite.kernels.start import Starter, compile_together, start_all  # noqa: E402
+from flashattn_lite.kernels.compiling import compile_together, no_garbage_collected  # noqa: E402
+from flashattn_lite.kernels.start import Starter, start_all  # noqa: E402
 
 pytestmark = pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
 WAIT = 20  # seconds
@@ -27,6 +28,7 @@ WAIT = 20  # seconds
 def on_sm_90(monkeypatch, tmp_path):
     """As on a GPU that is there, with nothing kept of what was compiled before."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_met", set())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     with offline("sm_90"):
@@ -69,6 +71,41 @@ def test_they_are_compiled_side_by_side(launches, monkeypatch):
         assert "st.global" in start.kernel.warmup(*args, grid=start.grid, **start.options).asm["ptx"]
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of threads, which do none of it: starters with their arguments."""
+    found = []
+
+    class Pool(contextlib.nullcontext):
+        def submit(self, compile, *launch):
+            found.append(launch)
+
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", lambda: Pool(Pool()))
+    return found
+
+
+def test_what_was_met_is_not_asked_for_again(launches, asked):
+    """As by a cache that is a key longer at each call: other numbers, the same kernels. Nor is a single new one."""
+    compile_together(launches)
+    (start, (_, n)), (other, args), _ = launches
+    assert asked == launches[:2]
+    compile_together([(Starter(start.kernel, 7, {"num_warps": 1}), (torch.ones(8), n)), (other, args)])
+    compile_together([(start, (torch.zeros(1).half(), n)), (other, args)])
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("change", ["value", "dtype", "options", "device"])
+def test_other_code_is_another_form(launches, asked, monkeypatch, change):
+    compile_together(launches)
+    if change == "device":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    warps = {"num_warps": 2 if change == "options" else 1}
+    x = torch.zeros(1, dtype=torch.float16 if change == "dtype" else torch.float32)
+    others = [(Starter(start.kernel, 1, warps), (x, n + 10 * (change == "value"))) for start, (_, n) in launches[:2]]
+    compile_together(others)
+    assert asked == [*launches[:2], *others]
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_is_collected_again_if_it_was(launches, monkeypatch, enabled):
     """Not while threads compile: see `no_garbage_collected`."""
@@ -84,6 +121,20 @@ def test_garbage_is_collected_again_if_it_was(launches, monkeypatch, enabled):
         (gc.enable if enabled else gc.disable)()
         compile_together(launches)
         assert seen == [False, False] and gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_garbage_waits_for_the_last_of_those_who_compile():
+    before, (one, other) = gc.isenabled(), (no_garbage_collected(), no_garbage_collected())
+    gc.enable()
+    try:
+        with contextlib.ExitStack() as stays:
+            one.__enter__()
+            stays.enter_context(other)
+            one.__exit__(None, None, None)
+            assert not gc.isenabled()
+        assert gc.isenabled()
     finally:
         (gc.enable if before else gc.disable)()
 
@@ -117,7 +168,7 @@ def test_a_backward_is_compiled_whose_descriptors_are_taken_back(on_sm_90, monke
     """Which happens before a thread has looked at them, unless it is quick: here none is, until all were asked for."""
     asked, pool, seen = threading.Event(), ThreadPoolExecutor, []
     waits = {"initializer": asked.wait, "initargs": (WAIT,)}
-    monkeypatch.setattr(starting, "ThreadPoolExecutor", lambda: pool(2, **waits))
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", lambda: pool(2, **waits))
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: seen.append(told["cache_hit"]))
     inputs, problem = attention_problem(24, 24, torch.bfloat16, 64, 4, False, False, False, "", (None, None), {})
     out, lse = torch.empty(1, 4, 64, 24, dtype=torch.bfloat16), torch.empty(1, 4, 64)

@@ -251,3 +251,12 @@ def test_a_window_that_begins_within_a_tile_has_a_program_for_its_last_split(dev
     lens = int32([400, 391, 386], device)
     out, lse = fa.attention_decode(q, k, v, lens, window=(left, 0), return_lse=True)
     assert_close_to_oracle(out, lse, Case(q, k, v, causal=True, window=(left, 0), kv_lens=lens))
+
+
+def test_states_that_stay_apart_are_one_where_rows_see_different_keys():
+    """By a mask of each query head: a program that does rows again has no room for two."""
+    k, mask = torch.empty(2, 8, 4096, 128).half(), torch.empty(2, 32, 1, 4096, dtype=torch.bool)
+    inputs, options = Inputs(torch.empty(2, 32, 1, 128).half(), k, k, mask), dict(scale=1.0, softcap=None)
+    problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, **options)
+    call = decode_launch.Call(problem, inputs, inputs.q, inputs.q[..., 0].float(), H200)
+    assert call.tile.UNEQUAL and not call.tile.SEPARATE

@@ -45,6 +45,9 @@ REFUSED = {
                "float16, on cpu. Cast with k.to(q.dtype)."),
     "devices": (call(v=V.to("meta")), ValueError, "v: must be on q's device (cpu); got a tensor of shape (2, 2, 7, 6), "
                 "float32, on meta. Move it: v.to(q.device)."),
+    "device of sinks": (call(sinks=torch.zeros(4, device="meta")), ValueError, "sinks: must be on the device of the queries (cpu); got a "
+                        "tensor of shape (4,), float32, on meta. Move it with .to(device)."),
+    "device of a mask": (call(mask=torch.zeros(5, 7, device="meta")), ValueError, "mask: must be on the device of the queries (cpu); got"),
     "head dims": (call(k=K[..., :4]), ValueError, "k: head dim must equal q's (8); got a tensor of shape (2, 2, 7, 4)"),
     "no head dim": (call(v=V[..., :0]), ValueError, "v: head dim (the last) must be at least 1; got"),
     "large head dim": (call(v=torch.zeros(2, 2, 7, 257)), NotImplementedError, "v: head dim must be at most 256; got a "

@@ -93,3 +93,38 @@ def test_a_child_works_that_was_forked_while_a_lock_was_held(module, lock, backe
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+COLLECTED = """
+import gc, os, threading
+from flashattn_lite.kernels.compiling import no_garbage_collected
+inside, end = threading.Event(), threading.Event()
+
+def compile():
+    with no_garbage_collected():
+        inside.set()
+        end.wait(60)
+
+thread = threading.Thread(target=compile)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    alone = gc.isenabled()
+    with no_garbage_collected():
+        off = not gc.isenabled()
+    os._exit(not (alone and off and gc.isenabled()))
+ended = os.waitpid(child, 0)[1]
+assert not gc.isenabled()
+end.set()
+thread.join()
+assert gc.isenabled() and ended == 0, ended
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_garbage_is_collected_in_a_child_whose_parent_compiles():
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    command = [sys.executable, "-W", "ignore", "-c", COLLECTED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

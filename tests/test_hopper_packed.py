@@ -55,3 +55,16 @@ def test_short_tiles_repeat_to_the_bit(hopper_device):
     for _ in range(times):
         for again in [fa.attention_varlen(q, k, v, cu, cu, window=(100, 20), **OPTIONS) for _ in range(launches)]:
             assert_same_bits(again, first, "a repeat", None)
+
+
+@pytest.mark.parametrize("promised", [100, None])
+def test_a_sequence_has_its_bits_beside_a_longer_one(promised, hopper_device):
+    """Alone it could pack query heads of a K/V head into its row tile, with the longer one it could not."""
+    generator = torch.Generator(hopper_device).manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, 128, device=hopper_device, generator=generator).bfloat16()
+    q, k, v = draw(160, 8), draw(600, 2), draw(600, 2)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=hopper_device) for x in ([0, 60, 160], [0, 300, 600]))
+    options = {"causal": True, "max_seqlen_q": promised, "max_seqlen_k": 300, "backend": "hopper", "return_lse": True}
+    among = fa.attention_varlen(q, k, v, cu_q, cu_k, **options)
+    alone = fa.attention_varlen(q[:60], k[:300], v[:300], cu_q[:2], cu_k[:2], **options)
+    assert_same_bits(alone, (among[0][:60], among[1][:, :60]), "alone", None)

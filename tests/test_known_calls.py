@@ -19,9 +19,27 @@ def test_a_view_that_is_negated_later_is_negated(which):
     fa.attention(*inputs)
     views = [torch._neg_view(x) if i == which else x for i, x in enumerate(inputs)]
     assert views[which].is_neg()
+    rest = (*(None,) * (calls.NUM_TENSORS - 3), "auto")
+    assert calls._key((*inputs, *rest)) != calls._key((*views, *rest))  # on a CPU torch resolves it anyway
     want = fa.attention(*(-x if i == which else x for i, x in enumerate(inputs)))
     for _ in range(2):
         torch.testing.assert_close(fa.attention(*views), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whether_float32_is_tf32_counts_for_float32(dtype, monkeypatch):
+    """For calls and for gradients; by a setting that may change in between."""
+    made, keys = [], set()
+    monkeypatch.setattr(calls, "_gradients", {})
+    monkeypatch.setattr(calls.dispatch, "prepare_gradients", lambda *given: made.append(given) or (lambda *_: None))
+    x, none = torch.zeros(1, 2, 4, 16, dtype=dtype), (None,) * (calls.NUM_TENSORS - 3)
+    options = (False, *(None,) * (len(calls.OPTION_NAMES) - 1))
+    lse = x[..., 0].float()
+    for takes in (False, True, False):
+        monkeypatch.setattr(calls, "takes_tf32", lambda takes=takes: takes)
+        keys.add(calls._key((x, x, x, *none, "auto")))
+        calls.gradients(x, lse, x, lse, x, x, x, *none, *options, (True,) * 5)
+    assert len(keys) == len(made) == (2 if dtype == torch.float32 else 1)
 
 
 def test_where_other_tensors_lie_in_16_bytes_counts_too():

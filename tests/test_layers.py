@@ -14,12 +14,12 @@ PACKAGE = ROOT / "flashattn_lite"
 
 # Modules by floor. A file imports only from lower floors.
 ROOMS = [
-    "errors problem options scalars watchers forks batch_dims "
+    "errors problem options scalars watchers forks autocast batch_dims "
     "arguments arguments_decode arguments_mask arguments_varlen",
     "state scores target operators products tiles kernels kernels.tuning "
     "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "
-    "kernels.interpreter kernels.operands kernels.start kernels.descriptors kernels.gluon_names "
+    "kernels.interpreter kernels.operands kernels.start kernels.compiling kernels.descriptors kernels.gluon_names "
     "kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_shape kernels.softmax_exchange "
     "kernels.softmax_window kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
@@ -36,15 +36,14 @@ ROOMS = [
 ]
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 FLOORS[""] = len(ROOMS)  # the public face
-# Neighbours on one floor that may talk: the door says no through errors and knows problems and numbers, scores speak in
-# the state's log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the
-# kernel it is named after, and what Triton can take is said by one launcher; a start knows descriptors, the interpreter
-# what a launch is; the op runs calls, and softmax asks them who watches; what stands in for torch's function is sdpa's;
-# the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles, decoding into its two
-# kernels, the tiles of the first and the splits that both know.
+# Neighbours on one floor that may talk: the door says no through errors and knows numbers, scores speak in the state's
+# log2 units, tiles mask their scores, tile tables are keyed by the facts of the GPU, a launcher starts the kernel it
+# is named after, and what Triton can take is said by one launcher; a start knows descriptors and what compiles ahead
+# of it, the interpreter what a launch is; the op runs calls, and softmax asks them who watches; what stands in for
+# torch's function is sdpa's; the softmax kernels know where their tiles lie; the Hopper kernel is cut along its roles,
+# decoding into its two kernels, the tiles of the first and the splits that both know.
 NEIGHBOURS = {
     ("arguments", "errors"),
-    ("arguments", "problem"),
     ("arguments", "scalars"),
     ("arguments", "watchers"),
     *((f"arguments_{kind}", "arguments") for kind in ("decode", "mask", "varlen")),
@@ -57,15 +56,10 @@ NEIGHBOURS = {
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
     ("kernels.hopper_config", "kernels.tuning"),
-    ("kernels.tuning_dealt", "kernels.hopper_config"),
-    ("kernels.tuning_dealt", "kernels.tuning_hopper"),
-    ("kernels.tuning_dealt", "kernels.tuning_parts"),
-    ("kernels.tuning_dealt", "target"),
-    ("kernels.tuning_hopper", "kernels.hopper_config"),
-    ("kernels.tuning_hopper", "kernels.tuning"),
-    ("kernels.tuning_hopper", "kernels.tuning_parts"),
+    *(("kernels.tuning_dealt", f"kernels.{room}") for room in ("hopper_config", "tuning_hopper", "tuning_parts")),
+    *(("kernels.tuning_hopper", f"kernels.{room}") for room in ("hopper_config", "tuning", "tuning_parts")),
     ("kernels.tuning_parts", "kernels.hopper_config"),
-    ("kernels.tuning_parts", "target"),
+    *((f"kernels.tuning_{room}", "target") for room in ("dealt", "parts")),
     ("kernels.tuning_softmax", "kernels.tuning"),
     ("kernels.tuning_softmax", "target"),
     ("kernels.tuning_decode", "kernels.tuning"),
@@ -117,6 +111,7 @@ NEIGHBOURS = {
     ("kernels.hopper_scores", "kernels.hopper_tasks"),
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
+    ("kernels.start", "kernels.compiling"),
     ("kernels.start", "kernels.descriptors"),
     ("kernels.interpreter", "kernels.start"),
     ("ops", "calls"),
@@ -231,6 +226,12 @@ def test_imports_only_from_lower_floors(name: str) -> None:
     found = imports(parse(FILES[name]), name, FILES[name].name == "__init__.py")
     wrong = sorted({imported or PACKAGE.name for imported in found if not may_import(name, imported)})
     assert not wrong, f"{name or PACKAGE.name} (floor {FLOORS[room(name)]}) imports {wrong}: not from a lower floor"
+
+
+def test_every_neighbour_is_one() -> None:
+    pairs = ((room(name), imported) for name, path in FILES.items()
+             for imported in imports(parse(path), name, path.name == "__init__.py"))  # fmt: skip
+    assert not NEIGHBOURS - {(name, room(imported)) for name, imported in pairs}
 
 
 def test_the_law_has_teeth() -> None:

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from flashattn_lite import target as targets
-from flashattn_lite.kernels import decode_launch
+from flashattn_lite import tiled, tiled_backward
+from flashattn_lite.kernels import backward_launch, decode_launch
 from flashattn_lite.problem import Inputs, describe
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
@@ -50,3 +51,27 @@ def test_more_keys(device, promised):
     want = run(q, kept, cu_q, fewer, 1, promised, causal=False)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rubbish", [0.5, float("nan"), -float("inf")])
+def test_gradients_of_more_rows(device, rubbish, monkeypatch):
+    """Rows past the promise are nobody's and add nothing, whatever lay where their statistics would be."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(40, 2, 16, generator=generator).half().to(device) for _ in range(4))
+    cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    inputs = Inputs(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    plain = {"causal": False, "q_start": None, "window_left": None, "window_right": None, "softcap": None, "scale": 0.5}
+    problem = describe(inputs, **plain, max_seqlen_q=32, max_seqlen_k=40)
+    out, lse = torch.zeros_like(q), torch.full((2, 40), -torch.inf, device=device)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(rubbish))
+    few = Inputs(q[:32], k, v, cu_seqlens_q=cu.clamp(max=32), cu_seqlens_k=cu)
+    kept = describe(few, **plain, max_seqlen_q=32, max_seqlen_k=40)
+    tiled.forward(kept, few, out[:32], lse[:, :32])
+    d_lse, needs = torch.zeros_like(lse), (True, True, True, False, False)
+    make = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(device))
+    got = make(inputs, out, lse, d_out, d_lse)
+    want = tiled_backward.backward(kept, few, out[:32], lse[:, :32], d_out[:32], d_lse[:, :32], needs)
+    torch.testing.assert_close(got[0][:32], want[0], rtol=2e-2, atol=2e-3)
+    for ours, theirs in zip(got[1:3], want[1:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)

@@ -24,6 +24,8 @@ def test_merge_of_parts_is_the_whole(device, heads):
     one, same = fa.merge_attention([parts[1], parts[0], parts[1]])  # parts[1] is empty: the identity, to the last bit
     assert torch.equal(one, parts[0][0])
     assert torch.equal(same, parts[0][1])
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)  # which it is whatever its out holds
+    assert all(map(torch.equal, fa.merge_attention([parts[0], nothing]), parts[0]))
 
 
 @pytest.mark.parametrize("total", [5, 3], ids=["more tokens than heads", "as many tokens as heads"])

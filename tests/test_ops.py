@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashattn_lite as fa
 from flashattn_lite import calls, ops
@@ -142,6 +143,16 @@ def test_compile_sees_one_op(function):
     out = torch.compile(run, fullgraph=True, backend=backend)(*inputs)
     torch.testing.assert_close(out, run(*inputs))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_a_tracer_sees_one_op(pre_dispatch, mode):
+    q = torch.randn(2, 3, 5, 8)
+    for call in (lambda q: fa.scaled_dot_product_attention(q, q, q, is_causal=True), lambda q: fa.attention(q, q, q)):
+        graph = make_fx(call, tracing_mode=mode, pre_dispatch=pre_dispatch)(q)
+        assert sum("flashattn_lite.attention" in str(node.target) for node in graph.graph.nodes) == 1
+        assert torch.equal(graph(q + 1), call(q + 1))
 
 
 @once

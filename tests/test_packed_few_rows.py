@@ -12,7 +12,9 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.kernels import decode_launch
+from flashattn_lite.kernels.attention_hopper_launch import REGISTERS
 from flashattn_lite.kernels.tuning_decode import FEW_KEYS_SPLITS, TELLING
+from flashattn_lite.kernels.tuning_hopper import PACKED_ROWS, hopper_tile
 from flashattn_lite.problem import UNPROMISED, Inputs, describe
 from flashattn_lite.testing import PACKED_LAWS, PackedCase, assert_close_to_oracle, check_packed
 from flashattn_lite.testing.results import assert_same_bits, run_packed
@@ -156,8 +158,8 @@ def problem_of(tokens, keys, most_q, most_k=None, group=4, **options):
 @pytest.mark.parametrize(
     ("group", "most", "reason"),
     [
-        (4, None, "by max_seqlen_q, which counts as 17 or more where it is not given; here 68"),
-        (1, UNPROMISED, "here 17"),
+        (4, None, "by max_seqlen_q, which counts as 97 or more where it is not given; here 388"),
+        (1, UNPROMISED, "here 97"),
         (4, 4, ""),
         (4, 5, "for 1 to 16 query rows per key/value head by max_seqlen_q, which"),
         (4, 6, "here 24"),
@@ -173,6 +175,19 @@ def test_who_is_taken(group, most, reason):
         reasons = decode_launch.why_not_attention(problem, H200)
         assert len(reasons) == bool(reason)
         assert not reason or reason in reasons[0]
+
+
+@pytest.mark.parametrize(("most", "pack"), [(None, 1), (17, 4), (32, 4), (64, 4), (65, 1), (100, 1)])
+def test_query_heads_are_packed_by_what_is_promised_alone(most, pack):
+    """By the Hopper kernel, whose row tiles then have other rows: a row's bits must not follow from its neighbours."""
+    for tokens in ((17,), (60,), (60, 64), (20, 100, 300)):
+        if most is None or max(tokens) <= most:
+            args = problem_of(tokens, (300,) * len(tokens), most, causal=False)[1]
+            assert hopper_tile(args).pack == pack, (tokens, hopper_tile(args))
+
+
+def test_unpromised_rows_are_few_to_no_tile():
+    assert 64 * max(consumers for consumers, _ in REGISTERS) < UNPROMISED * PACKED_ROWS
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashattn_lite as fa
+from flashattn_lite import replace
 
 
 class Watch(torch.overrides.TorchFunctionMode):
@@ -131,3 +132,16 @@ def test_refusals_are_printed_up_to_a_number():
                 F.scaled_dot_product_attention(*[torch.zeros(1, 1, length, 300)] * 3)
     lines = str(report).splitlines()
     assert len(lines) == 22 and lines[0].endswith("30 refused") and lines[-1] == "  10 refused for other reasons"
+
+
+def test_those_who_left_in_reverse_are_not_called_through():
+    """Else each call of what stays on top goes through all that ever stood below."""
+    contexts = [fa.replace_sdpa() for _ in range(4)]
+    for context in contexts:
+        context.__enter__()
+    top = replace._at(F.scaled_dot_product_attention)
+    for context in contexts[2::-1]:
+        context.__exit__(None, None, None)
+    below = replace._at(top.before)
+    contexts[3].__exit__(None, None, None)
+    assert below is None

@@ -22,7 +22,7 @@ from flashattn_lite.target import Target
 HOPPER = Target("cuda", 90, "sm_90")
 
 
-def planned(x: Tensor, dim: int = 1, target: Target = HOPPER, **given: Any) -> list[kernels.Launch]:
+def planned(x: Tensor, dim: int = 1, target: Target = HOPPER, **given: Any) -> list[kernels.Plan]:
     launches = kernels.plan(x, (torch.empty_like(x),), dim, target, **given)
     assert launches is not None
     return launches
@@ -32,7 +32,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def names(*launches: kernels.Launch) -> list[str]:
+def names(*launches: kernels.Plan) -> list[str]:
     return [launch.kernel.__name__ for launch in launches]
 
 

@@ -38,7 +38,7 @@ def hostile(device: torch.device, cols: int = 205) -> Tensor:
     return x.to(device)
 
 
-def run(launches: list[kernels.Launch]) -> None:
+def run(launches: list[kernels.Plan]) -> None:
     with kernels.interpreted():
         for kernel, grid, args, kwargs in launches:
             kernel[grid](*args, **kwargs)
@@ -197,7 +197,7 @@ def test_a_tile_hangs_on_the_row_alone(across: bool, dtype: torch.dtype) -> None
             assert tile.cols == options["COLS"]
 
 
-def swept(cols: int, dtype: torch.dtype) -> kernels.Launch | None:
+def swept(cols: int, dtype: torch.dtype) -> kernels.Plan | None:
     """The launch that sweeps rows of so many columns on a GPU without cp.async, if they are swept."""
     x = torch.empty(3, cols, dtype=dtype, device="meta")
     launches = kernels.plan(x, (torch.empty_like(x),), 1, Target("cuda", 75, "sm_75"))
@@ -237,7 +237,7 @@ def test_a_prepared_call_has_room_of_its_own(cols: int, across: bool, monkeypatc
 
     class Interpreted:
         def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
-            self.run = lambda args: run([kernels.Launch(kernel, (blocks,), args, options)])
+            self.run = lambda args: run([kernels.Plan(kernel, (blocks,), args, options)])
 
         def __call__(self, args: tuple[Any, ...]) -> None:
             self.run(args)

@@ -38,6 +38,19 @@ def test_on_makes_the_device_current_only_where_it_is_not(monkeypatch):
     assert current == [1]
 
 
+def test_no_two_launches_have_one_counter(monkeypatch):
+    made = []
+    monkeypatch.setattr(start, "POOL", 3)
+    monkeypatch.setattr(
+        start, "lasting_zeros", lambda *shape: made.append(torch.zeros(3, dtype=torch.int32)) or made[-1]
+    )
+    monkeypatch.setattr(start, "current_stream", lambda index: 5)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    counters = start.Counters()
+    given = [counters.next(torch.device("cuda", 0)).data_ptr() for _ in range(7)]
+    assert given == [x[i].data_ptr() for x in made for i in range(3)][:7] and len(made) == 3
+
+
 def test_a_profilers_hook_is_noticed():
     hook = lambda *_: None
     assert not start.hooked()

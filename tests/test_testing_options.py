@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def seen(**options):
         calls.append((q.shape, k.shape, v.shape, q.flatten()[:3].tolist(), given.get("q_start")))
         return attention_reference(q, k, v, **given)
 
-    check(watched, laws=[matches_oracle], **{"n": 60} | options)
+    check(watched, **{"laws": [matches_oracle], "n": 60} | options)
     return calls
 
 
@@ -69,3 +71,7 @@ def test_a_batch_may_be_as_large_as_was_said():
 
     check(watched, n=60, laws=[matches_oracle], max_batch=8, max_len=3, max_dim=4)
     assert 5 <= largest <= 8
+
+
+def test_a_law_needs_no_name():
+    assert len(seen(n=2, laws=[functools.partial(matches_oracle)])) == 2

@@ -11,7 +11,8 @@ import torch
 from torch._dynamo import config
 
 import flashattn_lite as fa
-from flashattn_lite.problem import at_most
+from flashattn_lite import tiled
+from flashattn_lite.problem import Inputs, at_most, describe
 from tests.exhaustive import once
 
 X = torch.randn(10, 2, 8)
@@ -155,3 +156,43 @@ def test_numbers_that_are_found_in_compiled_code():
     """
     done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@once
+@config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_sequences_that_is_found_in_compiled_code():
+    def call(x, ends):
+        cu = ends[ends >= 0]
+        return fa.attention_varlen(x, x, x, cu, cu, causal=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for ends in ([0, 4, -1, 10], [-1, 0, -1, 10]):
+        ends = torch.tensor(ends, dtype=torch.int32)
+        assert torch.equal(compiled(X, ends), call(X, ends))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_size_that_a_compiler_must_not_ask_for(dim, turned):
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2) if turned else torch.randn(2, 3, 5, 8)
+    torch._dynamo.decorators.mark_unbacked(x, dim)
+    call = lambda x: fa.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x))
+
+
+@pytest.mark.parametrize(
+    ("ends", "kept"), [([0, 4, 19], [0, 4, 10]), ([0, 12, 6], [0, 10, 10]), ([-1, 3, 10], [0, 3, 10])]
+)
+def test_offsets_that_nobody_looked_at_stay_within_the_tensor(ends, kept):
+    """As on a GPU, where a wrong table makes a wrong result and never more."""
+    q = X[:, :1].double()
+
+    def run(ends):
+        cu, out, lse = torch.tensor(ends, dtype=torch.int32), torch.zeros_like(q), torch.zeros(1, 10)
+        inputs = Inputs(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        problem = describe(inputs, causal=False, q_start=None, window_left=None, window_right=None, scale=1.0,
+                           softcap=None)  # fmt: skip
+        tiled.forward(problem, inputs, out, lse)
+        return out, lse
+
+    assert all(map(torch.equal, run(ends), run(kept)))

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
+from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
 from flashattn_lite.integrations.packing import check_packing, kept_apart, packed_forward
-from flashattn_lite.tiles import lowered
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)

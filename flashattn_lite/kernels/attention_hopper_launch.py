@@ -245,8 +245,7 @@ def plan(
     if call.merge:
         lse, _, out = call.merge.states(out)
     lent = call.lend(inputs, out)
-    arguments = call.arguments(lent, inputs, table, out, lse, counter)
-    return call.start.kernel, call.start.grid, arguments, call.start.options
+    return call.start.plan(call.arguments(lent, inputs, table, out, lse, counter))
 
 
 def merge_of(

@@ -129,8 +129,7 @@ def plan(
 ) -> Plan:
     """One launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
-    args = call.arguments(call.lend(inputs), inputs, out, lse)
-    return call.start.kernel, call.start.grid, args, call.start.options
+    return call.start.plan(call.arguments(call.lend(inputs), inputs, out, lse))
 
 
 def plans(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Iterator[Plan]:

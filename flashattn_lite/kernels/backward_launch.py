@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_of, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
+from flashattn_lite.kernels.compiling import Launch, compile_together
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import interpret, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.parts import Parts
-from flashattn_lite.kernels.start import Starter, compile_together, on, options_of
+from flashattn_lite.kernels.start import Starter, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
     backward_tile,
@@ -27,13 +28,12 @@ from flashattn_lite.kernels.tuning import (
     mask_gradient_tile,
     products,
 )
-from flashattn_lite.problem import AttentionProblem, Grads, Inputs
+from flashattn_lite.problem import AttentionProblem, Gradients, Grads, Inputs
 from flashattn_lite.target import Target
 
 Read = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dO
 Pair = tuple[Tensor, Tensor]
-Run = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
-Launches = Iterator[tuple[Starter, tuple[Any, ...]]]
+Launches = Iterator[Launch]
 
 
 def why_not(problem: AttentionProblem, inputs: Inputs, needs: Sequence[bool], target: Target) -> list[str]:
@@ -51,7 +51,9 @@ def why_not(problem: AttentionProblem, inputs: Inputs, needs: Sequence[bool], ta
     return reasons
 
 
-def prepare(problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target) -> Run:
+def prepare(
+    problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target
+) -> Gradients:
     """What makes the gradients of q, k, v, mask and sinks, for tensors of this metadata; None where none is needed.
 
     It takes lse and d_lse contiguous.
@@ -78,8 +80,7 @@ def gradients_interpreted(
         out, d_out = out.float(), d_out.float()
     call = Call(problem, inputs, d_out, needs, target)
     grads, rows = call.allocate(inputs, lse)
-    launches = call.launches(inputs, out, lse, d_out, d_lse, grads, rows)
-    interpret((start.kernel, start.grid, args, start.options) for start, args in launches)
+    interpret(start.plan(args) for start, args in call.launches(inputs, out, lse, d_out, d_lse, grads, rows))
     done = call.wanted(inputs, grads, rows)
     dq, dk, dv, d_mask, d_sinks = (g if g is None else g.to(x.dtype) for g, x in zip(done, given, strict=False))
     return dq, dk, dv, d_mask, d_sinks

@@ -62,8 +62,7 @@ def why_not_attention(problem: AttentionProblem, target: Target) -> list[str]:
 
 def why_not_packed(problem: AttentionProblem) -> list[str]:
     """The same of packed sequences. What was promised says how few rows there are, not how long the neighbours are."""
-    promised = UNPROMISED if problem.promised_q is None else problem.promised_q
-    rows, most = problem.group * promised, FEW_ROWS[0][0]
+    rows, most = problem.group * problem.rows, FEW_ROWS[0][0]
     if 0 < rows <= most:
         return []
     return [
@@ -226,7 +225,7 @@ def plan(
     """The launches, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config, table)
     arguments = call.arguments(inputs, out, lse, table)
-    return tuple((x.kernel, x.grid, args, x.options) for x, args in zip(call.starters, arguments, strict=True))
+    return tuple(start.plan(args) for start, args in zip(call.starters, arguments, strict=True))
 
 
 Owner = tuple[int, int]  # splits of one program, and of one state

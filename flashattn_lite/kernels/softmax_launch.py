@@ -14,7 +14,7 @@ from torch import Tensor
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
-from flashattn_lite.kernels.start import AS_WRITTEN, Starter, counters, current_stream, lasting_zeros, on
+from flashattn_lite.kernels.start import AS_WRITTEN, Plan, Starter, counters, current_stream, lasting_zeros, on
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
     WORD_BYTES,
@@ -56,15 +56,6 @@ class Rows(NamedTuple):
     single_strides: list[int]  # of dimensions of size 1: they address nothing, but show how a larger batch is aligned
 
 
-class Launch(NamedTuple):
-    """`kernel[grid](*args, **kwargs)`, or `kernel.warmup(*args, grid=grid, **kwargs)`."""
-
-    kernel: Any
-    grid: tuple[int]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def rows_of(x: Tensor, y: Tensor, dim: int) -> Rows:
     """The rows of x along dim, and of y, which has x's rank. Dimensions that are one in both tensors are joined."""
     dims = [RowDim(x.shape[i], x.stride(i), y.stride(i)) for i in range(x.dim()) if i != dim]
@@ -93,7 +84,7 @@ def unit_apart(strides: list[int], across: bool) -> tuple[list[int], bool]:
 
 def plan(
     x: Tensor, results: Results, dim: int, target: Target | None = None, tile: SoftmaxTile | None = None
-) -> list[Launch] | None:
+) -> list[Plan] | None:
     """What writes softmax(x) along dim into results (y,), or statistics into (m, l); None if a copy must come first.
 
     y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The kernel and
@@ -138,7 +129,7 @@ def plan(
         options["maxnreg"] = tile.registers
     if wants_softmax and tile.sweeps:
         args = (x, y, cols // align, *sizes, *x_steps, *y_steps)
-        return [Launch(sweep_kernel, (tiles,), args, shape | compares | lanes | {"Y_UNIT": y_unit} | options)]
+        return [Plan(sweep_kernel, (tiles,), args, shape | compares | lanes | {"Y_UNIT": y_unit} | options)]
     splits, steps = tile.split(cols)
     units = tiles * splits
     shape |= {"ROWS": tile.rows, "EVEN": cols == splits * steps * tile.cols, "ACROSS": across}
@@ -146,7 +137,7 @@ def plan(
     if wants_softmax and splits == steps == 1:
         args = (x, y, units, cols // align, *sizes, *x_steps, *y_steps)
         own = {"AHEAD": ahead, "Y_UNIT": y_unit}
-        return [Launch(softmax_kernel, grid, args, shape | compares | own | options)]
+        return [Plan(softmax_kernel, grid, args, shape | compares | own | options)]
     lengths = (units, cols // align, splits, steps)
     stats = parts_for(x, math.prod(d.size for d in dims)) if wants_softmax else results
     # Of one split the kernel looks at none of these: any address does.
@@ -155,10 +146,10 @@ def plan(
     args = (x, *stats, *parts, *lengths, *sizes, *x_steps, *stats_strides)
     row = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
     row["EVEN"] = shape["EVEN"] and (across or tile.rows > 1 or not x_unit)  # else one kernel for all lengths
-    launches = [Launch(stats_kernel, grid, args, shape | compares | lanes | row | options)]
+    launches = [Plan(stats_kernel, grid, args, shape | compares | lanes | row | options)]
     if wants_softmax:
         args = (x, y, *stats, *lengths, *sizes, *x_steps, *y_steps)
-        launches.append(Launch(normalise_kernel, (units,), args, shape | {"Y_UNIT": y_unit} | options))
+        launches.append(Plan(normalise_kernel, (units,), args, shape | {"Y_UNIT": y_unit} | options))
     return launches
 
 
@@ -173,7 +164,7 @@ def ring_for(
 
 def ring_launch(
     x: Tensor, results: Results, dims: list[RowDim], cols: int, wide: bool, tile: RingTile, sms: int
-) -> Launch:
+) -> Plan:
     """What writes softmax(x) into (y,), or its statistics into (m, l), by ring_kernel; wide: rows lie at 16 bytes."""
     y, stats = results[0], len(results) == 2
     splits = tile.split(cols)
@@ -205,7 +196,7 @@ def ring_launch(
     if tile.registers:
         options["maxnreg"] = tile.registers
     programs = min(units, tile.programs * sms) if tile.programs else units
-    return Launch(ring_kernel, (programs,), args, {"T": shape} | options)
+    return Plan(ring_kernel, (programs,), args, {"T": shape} | options)
 
 
 def programs_of(tile: SoftmaxTile, units: int, sms: int) -> tuple[bool, tuple[int]]:
@@ -295,7 +286,7 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
 class Ready:
     """A launch that was planned, for others of the same metadata on a GPU: `tensors` come first in its arguments."""
 
-    def __init__(self, launch: Launch, tensors: int) -> None:
+    def __init__(self, launch: Plan, tensors: int) -> None:
         names, values = launch.kernel.arg_names, dict(launch.kwargs)
         known = dict(zip(names, launch.args, strict=False))
         units, splits = known.get("units", 0), known.get("splits", 1)
@@ -323,7 +314,7 @@ class Ready:
 class ReadyTwo:
     """Two launches likewise: statistics, in room of each call's own, and the softmax that they give."""
 
-    def __init__(self, stats: Launch, normalise: Launch) -> None:
+    def __init__(self, stats: Plan, normalise: Plan) -> None:
         self.stats, self.normalise = Ready(stats, 3), Ready(normalise, 4)
         self.rows = stats.args[1].numel()
 

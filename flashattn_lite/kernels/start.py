@@ -1,30 +1,33 @@
-"""Starting one compiled kernel again and again, in few microseconds: what only the shapes decide is worked out once.
-
-Of a first call all kernels are compiled side by side.
-"""
+"""Starting one compiled kernel again and again, in few microseconds: what only the shapes decide is worked out once."""
 
 from __future__ import annotations
 
-import copy
-import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
 
 from flashattn_lite.kernels import descriptors
+from flashattn_lite.kernels.compiling import Launch, compile_together
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
 # differ from 1 (device/state.py).
 AS_WRITTEN = {"enable_fp_fusion": False}
-Plan = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # (kernel, grid, args, kwargs) of one launch
+
+
+class Plan(NamedTuple):
+    """One launch, to look at, to compile or to interpret: `kernel[grid](*args, **kwargs)`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Starter:
@@ -54,50 +57,17 @@ class Starter:
         else:
             compiled.run(*self.grid, stream, *without_hooks(compiled), *args)
 
-
-Launch = tuple[Starter, tuple[Any, ...]]  # with its arguments
+    def plan(self, args: tuple[Any, ...]) -> Plan:
+        return Plan(self.kernel, self.grid, args, self.options)
 
 
 def start_all(launches: Sequence[Launch]) -> None:
-    """Those that have blocks, in their order; where the first was not started yet, all are compiled before that."""
+    """Those that have blocks, in their order; where the first was not started yet, what is new is compiled before."""
     launches = [launch for launch in launches if launch[0].grid[0]]
     if len(launches) > 1 and launches[0][0].compiled is None:
         compile_together(launches)
     for start, args in launches:
         start(args)
-
-
-def compile_together(launches: Iterable[Launch]) -> None:
-    """Compiles the kernels of several launches side by side, for starters that then find them; starts none of them.
-
-    Python walks over one kernel's source at a time, but Triton lets go of Python's lock for what comes behind. What
-    fails here fails again when it is started, and is told there; where the interpreter ends, no thread starts.
-    """
-    device = torch.cuda.current_device()
-
-    def compile(start: Starter, args: tuple[Any, ...]) -> None:
-        with torch.cuda.device(device):
-            start.kernel.warmup(*args, grid=start.grid, **start.options)
-
-    with no_garbage_collected(), suppress(RuntimeError), ThreadPoolExecutor() as pool:
-        for start, args in launches:
-            if start.grid[0]:  # a descriptor is lent, and may be taken back before a thread looks at it
-                pool.submit(compile, start, tuple(copy.copy(x) if hasattr(x, "block_shape") else x for x in args))
-
-
-@contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """ast.parse of two threads at once may fail for nothing (seen on Python 3.11.7).
-
-    A collection that begins within one may let the other in, and they count how deep they are as one.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def options_of(config: Any) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def hopper_tile(problem: AttentionProblem, mask_bytes: int | None = None) -> Hop
     if split and config.blocks == 1:
         # acc leaves in twice as many pieces as O, and there is room, but for Q's of the next row tile beside long ones
         config = replace(config, o_slots=2, q_slots=0)
-    if packed and problem.len_q * PACKED_ROWS <= 64 * config.warpgroups:
+    if packed and problem.rows * PACKED_ROWS <= 64 * config.warpgroups:
         return replace(config, pack=power_of_two(problem.group))
     if mask_bytes:
         fitting = (beside_masks(config, dim, dim_v, mask_bytes) for config in serving(table))

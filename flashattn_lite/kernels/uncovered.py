@@ -76,6 +76,6 @@ class Uncovered:
 def plan(
     problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target, follows: bool = True
 ) -> Plan:
-    """(kernel, grid, args, kwargs) of one launch, to look at, to compile or to interpret."""
+    """The launch, to look at, to compile or to interpret."""
     call = Uncovered(problem, inputs, target, follows)
-    return call.start.kernel, call.start.grid, call.arguments(inputs, out, lse), call.start.options
+    return call.start.plan(call.arguments(inputs, out, lse))

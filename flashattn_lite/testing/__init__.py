@@ -248,8 +248,9 @@ def _ask(
             raise
 
     asked = settings(hypothesis.given(problems)(problem))
+    name = getattr(law, "__name__", type(law).__name__)
     try:
-        hypothesis.seed(zlib.crc32(f"{law.__name__} {seed}".encode()))(asked)()
+        hypothesis.seed(zlib.crc32(f"{name} {seed}".encode()))(asked)()
     except hypothesis.errors.Flaky:  # it failed, and did not when it was asked again: that is no excuse
         if not failures:
             raise

@@ -30,7 +30,7 @@ from flashattn_lite.testing.oracle import (
 from flashattn_lite.testing.results import arguments_stay, assert_within, run
 
 NAMES = ("q", "k", "v", "mask", "sinks")
-Gradients = dict[str, tuple[Tensor, Tensor]]
+Bounded = dict[str, tuple[Tensor, Tensor]]
 
 
 def differentiable(case: Case | PackedCase) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def run_backward(
         return dict(zip(leaves, grads, strict=True))
 
 
-def expect_gradients(case: Case, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+def expect_gradients(case: Case, d_out: Tensor, d_lse: Tensor | None) -> Bounded:
     """Name -> (gradient, bound), float64."""
     exact = upcast(case)
     grads = run_backward(attention_reference, exact, d_out.double(), None if d_lse is None else d_lse.double())

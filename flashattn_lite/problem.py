@@ -13,7 +13,6 @@ from torch import Tensor
 Window = tuple[int | None, int | None]  # (left, right); None: unbounded on that side
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of q, k, v, mask and sinks
 SMALL = 2.0**-120  # a scale of less may be 0 in float32, or in units of log2
-NO_CAP = 2.0**-126  # scale / softcap of less may be 0 in float32; the cap leaves products below 2^115 as they are there
 UNPROMISED = 97  # rows that packed sequences have where nobody promises fewer: more than are few to any tile
 FAR = 2**30  # diagonals are clamped there, so that row + diagonal fits in int32; nor may a sequence be as long
 
@@ -145,7 +144,8 @@ def describe(
     start, head_dim = 0 if q_start is None else q_start, q.shape[-1]
     if scale is None:  # no number is made of a compiler's symbol, which would tie what it compiled to one head dim
         scale = 1 / math.sqrt(max(head_dim, 1)) if type(head_dim) is int else 1.0
-    if softcap is not None and abs(scale) < NO_CAP * softcap:
+    # scale / softcap of less may be 0; the cap leaves float32's products below 2^115 as they are there.
+    if softcap is not None and abs(scale) < torch.finfo(torch.promote_types(q.dtype, torch.float32)).tiny * softcap:
         softcap = None
     mask_kind = "" if inputs.mask is None else ("bool" if inputs.mask.dtype == torch.bool else "float")
     features = Features(

@@ -29,8 +29,8 @@ def is_int(x: object) -> bool:
 
 def unless_known(condition: Any) -> bool:
     """A comparison of a number; of one that a compiler does not know yet (`.item()` of what it traces), True."""
-    if not torch.compiler.is_compiling():
-        return bool(condition)
+    if not torch.compiler.is_compiling() and not isinstance(condition, torch.SymBool):
+        return bool(condition)  # but in an op's fake torch 2.11 does not say that it compiles
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return guard_or_true(condition)

@@ -20,7 +20,8 @@ def cap(s: Tensor, scale: float, softcap: float) -> Tensor:
 
     The factor is kept finite, and is not a query's: times infinity a product of 0 would be NaN.
     """
-    factor = max(LOWEST, min(HIGHEST, scale / softcap))
+    most = torch.finfo(s.dtype).max
+    factor = max(-most, min(most, scale / softcap))
     return torch.tanh(s * factor) * (softcap * LOG2E)
 
 

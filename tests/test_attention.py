@@ -55,6 +55,17 @@ def test_far_diagonals_do_not_overflow(device):
             close(fa.attention(q, k, v, q_start=q_start, **options), expected)
 
 
+@pytest.mark.parametrize(("scale", "softcap", "entry"), [(1e-60, 1.0, 1e30), (1e38, 0.1, 1e-20), (1e-90, 1e-30, 1e30)])
+def test_float64_has_its_own_ends(scale, softcap, entry):
+    """Of scale / softcap, and so soft caps beyond those of float32."""
+    q = torch.full((1, 1, 1, 1), entry, dtype=torch.float64)
+    k, v = torch.cat([q, 0 * q], 2), torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 2, 1)
+    out, lse = fa.attention(q, k, v, scale=scale, softcap=softcap, return_lse=True)
+    logit = softcap * math.tanh(scale * entry**2 / softcap)
+    assert out.item() == pytest.approx(1 / (1 + math.exp(-logit)), rel=1e-14)
+    assert lse.item() == pytest.approx(math.log1p(math.exp(logit)), rel=1e-6)  # which is float32
+
+
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("scale", "softcap"), [(1.6e38, 1e-3), (-1e38, 0.2), (0.3, 1.2e-38), (1e-30, 1e30)])

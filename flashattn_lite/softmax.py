@@ -36,6 +36,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Numerics: float32 inside (float64 for float64), rounded once at the end. A probability p is off by a few float32
     eps and |ln p| eps more, relative: sums are added pairwise. A row's result depends on its values, length, dtype,
     strides and alignment and on the GPU, bit for bit; on its length because that decides how many blocks share it.
+    Rows over more than three dimensions are copied first, into other strides.
 
     Gradients: exact, of any order, from the output alone. As torch's, in 16 bits from the rounded one, so that where
         float16 runs out of small numbers they are worse: over a million columns of like size 6% off.
@@ -269,7 +270,12 @@ def _softmax_backward(ctx: Any, _: Any, d_y: Tensor) -> tuple[Tensor, None]:
     (y,) = ctx.saved_tensors
     if y.device.type == "cpu":  # across rows torch sums number by number
         d_y, y = (x.movedim(ctx.dim, -1).contiguous() for x in (d_y, y))
-        return torch.ops.aten._softmax_backward_data(d_y, y, -1, y.dtype).movedim(-1, ctx.dim).contiguous(), None
+        if y.numel() == y.shape[-1:].numel():  # a lone row, whose sum torch takes in another order: as one of two
+            d_row, row = (x.flatten().expand(2, -1).contiguous() for x in (d_y, y))
+            d_x = torch.ops.aten._softmax_backward_data(d_row, row, -1, y.dtype)[0].view(y.shape)
+        else:
+            d_x = torch.ops.aten._softmax_backward_data(d_y, y, -1, y.dtype)
+        return d_x.movedim(-1, ctx.dim).contiguous(), None
     return torch.ops.aten._softmax_backward_data(d_y, y, ctx.dim, y.dtype), None
 
 
@@ -288,7 +294,8 @@ def _stats_backward(ctx: Any, _: Any, d_m: Tensor, d_l: Tensor) -> tuple[Tensor,
     m = inner.amax(ctx.dim, keepdim=True)
     p = torch.exp(inner - state.reference(m))
     at_top = (inner == m) & (m != state.EMPTY_M)
-    share = (d_m - d_l * p.sum(ctx.dim, keepdim=True)) / at_top.sum(ctx.dim, keepdim=True).clamp_min(1)
+    total = softmax_tiled.row_sums(p, ctx.dim) if p.device.type == "cpu" else p.sum(ctx.dim, keepdim=True)
+    share = (d_m - d_l * total) / at_top.sum(ctx.dim, keepdim=True).clamp_min(1)
     return (d_l * p + torch.where(at_top, share, 0.0)).to(x.dtype), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -115,6 +116,13 @@ def stats(x: Tensor, m: Tensor, l_sum: Tensor) -> None:
             top, l_i, _ = _take(top, l_i, tile)
         m_rows.copy_(top)
         l_rows.copy_(l_i)
+
+
+def row_sums(p: Tensor, dim: int) -> Tensor:
+    """p.sum(dim, keepdim=True), tile by tile, so that no other row has a part in a row's order."""
+    p = p.movedim(dim, -1)
+    sums = (tile.sum(-1, keepdim=True).double() for tile in _columns(p, p.dtype))
+    return functools.reduce(torch.add, sums).to(p.dtype).movedim(-1, dim)
 
 
 def inner_dtype(x: Tensor) -> torch.dtype:

@@ -143,7 +143,9 @@ class Chunk:
         if self.dv is not None:
             add_product_(dv, p.mT, rows.d_out)
         ds = product(rows.d_out, v.mT, self.of_ds).sub_(rows.delta.unsqueeze(-1)).mul_(p)
-        if not whole:  # an unseen pair whose dP overflowed, or whose score, so that its slope is NaN
+        # An unseen pair whose dP overflowed, or whose score, so that its slope is NaN; and a seen one whose p is 0: a
+        # neighbour's length may decide which tiles are whole.
+        if not whole or ds.device.type != "cpu" or not sum_is_finite(ds):
             unseen = p == 0
             ds.masked_fill_(unseen, 0.0)
             slope = slope if slope is None else slope.masked_fill_(unseen, 0.0)
@@ -189,7 +191,7 @@ class Chunk:
         """Writes dK and dV of these slots."""
         batch, heads = self.tile.shape[:2]
         for n, dk, dv in self.sums.values():
-            dk.mul_(self.problem.scale)
+            dk.mul_(self.problem.scale).add_(0.0)  # 0, not -0, of a key that is not seen, as where none is longer
             for grad, total in ((self.dk, dk), (self.dv, dv)):
                 if grad is not None:
                     total.masked_fill_(self.poisoned[:, n].unsqueeze(-1), torch.nan)

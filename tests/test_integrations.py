@@ -197,7 +197,14 @@ def test_what_it_does_not_do_is_named(argument, value):
 def test_dropout_is_named_as_the_models_config_names_it(name, wanted):
     module, q = torch.nn.Module(), torch.randn(1, 2, 4, 8)
     module.config = types.SimpleNamespace(**{name: 0.1, "attention_bias": 0.1})
-    with pytest.raises(NotImplementedError, match=f"Set {wanted} to 0.0 in the model's config"):
+    with pytest.raises(NotImplementedError, match=f"Make the model with {wanted} of 0.0 in its config"):
+        integration.attention_forward(module, q, q, q, None, dropout=0.1)
+
+
+def test_dropout_is_that_of_attention_where_the_config_was_changed_behind_the_model():
+    module, q = torch.nn.Module(), torch.randn(1, 2, 4, 8)
+    module.config = types.SimpleNamespace(resid_pdrop=0.1, attn_pdrop=0.0, embd_pdrop=0.1)
+    with pytest.raises(NotImplementedError, match="Make the model with attn_pdrop of 0"):
         integration.attention_forward(module, q, q, q, None, dropout=0.1)
 
 

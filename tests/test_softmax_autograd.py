@@ -191,3 +191,23 @@ def test_gradients_of_long_columns_are_as_exact_as_those_of_rows(dim):
     want = y * (1 + d_y - (y * (1 + d_y)).sum(dim, keepdim=True))
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
     assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "dim"), [((40, 20), 1), ((40, 1000), 1), ((300, 37), 0), ((2, 50000), 1), ((7,), 0)])
+def test_a_rows_gradient_has_its_bits_alone(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    """On a CPU: there torch adds up a lone row, or the columns at an edge, in another order."""
+    x, d_y = (torch.randn(shape).to(dtype) for _ in range(2))
+
+    def gradients(x: Tensor, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        m, l_i = softmax_stats(x, dim)
+        of_softmax = torch.autograd.grad(online_softmax(x, dim), x, d_y)[0]
+        return of_softmax, torch.autograd.grad((m * d_y.select(dim, 0) + l_i * d_y.select(dim, 1)).sum(), x)[0]
+
+    among = gradients(x, d_y)
+    for i in range(0, x.shape[1 - dim] if x.dim() > 1 else 0, 3):
+        row = (slice(None),) * (1 - dim) + (slice(i, i + 1),)
+        alone = gradients(x[row], d_y[row])
+        assert all(map(torch.equal, alone, (gradient[row] for gradient in among)))
+    assert all(gradient.isfinite().all() for gradient in among)

@@ -32,6 +32,16 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@pytest.mark.parametrize("sms", [8, 16, 20, 24, 32, 132])
+def test_the_number_of_rows_does_not_choose_the_kernel(sms):
+    """On a part of a GPU too, where the units of a long row have no room: the schedule of few rows has more places."""
+    for cols in range(65536, 600000, 8192):
+        for itemsize in (2, 4):
+            served = {kernels.ring_for(cols, itemsize, HOPPER, sms, wide=True, stats=False, rows=rows) is not None
+                      for rows in (1, 2, 16, 100000)}  # fmt: skip
+            assert len(served) == 1, (cols, itemsize, served)
+
+
 def names(*launches: kernels.Plan) -> list[str]:
     return [launch.kernel.__name__ for launch in launches]
 

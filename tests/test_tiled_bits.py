@@ -111,3 +111,34 @@ def test_what_positions_hide_is_kept_for_few_tiles():
             tile.bias(n, torch.float32)
             most = max(most, len(of.biases))
     assert most == MOST_BIASES
+
+
+def test_a_neighbours_length_does_not_decide_what_overflows():
+    """P that is 0 times dP that is infinite is 0 in a tile that all rows see whole, as in one that some do not."""
+    q, k, v = (torch.zeros(2, 1, rows, 8) for rows in (4, 512, 512))
+    q[..., 0], k[:, :, 0, 0] = 1, 600
+    v[:, :, 1:, 0] = 1e20
+
+    def gradients(lens):
+        inputs = [x[: len(lens)].clone().requires_grad_() for x in (q, k, v)]
+        out = fa.attention(*inputs, kv_lens=torch.tensor(lens, dtype=torch.int32), backend="tiled")
+        d_out = torch.zeros_like(out)
+        d_out[..., 0] = 1e25
+        return [x[0] for x in torch.autograd.grad(out, inputs, d_out)]
+
+    alone = gradients([512])
+    for lens in ([512, 512], [512, 3]):
+        for ours, theirs in zip(gradients(lens), alone, strict=True):
+            assert torch.equal(ours, theirs) and not ours.isnan().any()
+
+
+def test_an_unseen_key_has_no_sign_in_its_gradient():
+    q, k, v = (torch.randn(2, 1, 4, 8) for _ in range(3))
+
+    def gradient(lens):
+        x = k[: len(lens)].clone().requires_grad_()
+        lens = torch.tensor(lens, dtype=torch.int32)
+        fa.attention(q[: len(lens)], x, v[: len(lens)], kv_lens=lens, scale=-0.3, backend="tiled").sum().backward()
+        return x.grad[0]
+
+    assert not gradient([0]).signbit().any() and not gradient([0, 4]).signbit().any()

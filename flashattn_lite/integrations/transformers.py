@@ -45,10 +45,10 @@ def register(name: str = "attn_lite") -> None:
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
             torch's function), sinks per query, head dims above 256, and models that by transformers' account take
-            neither torch's function nor others and ask for a mask (Bloom, MPT, CLAP). Some run their own attention
-            without a word (XLNet, DeBERTa, WavLM). Models that look up a class of their own by the name end in a
-            KeyError (Falcon, SAM, BARK, Data2VecVision; GPT-Neo and GIT, which have no "sdpa"): load those that have
-            "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is refused by transformers.
+            neither torch's function nor others and ask for a mask (Bloom, MPT, CLAP and others). Some run their own
+            attention without a word (XLNet, DeBERTa, WavLM). Models that look up a class of their own by the name end
+            in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision; GPT-Neo and GIT, which have no "sdpa"): load those
+            that have "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -131,10 +131,15 @@ def functions_of(config: type) -> str:
 
 
 def dropout_of(module: torch.nn.Module, dropout: float) -> str:
-    """What the model's config calls this dropout of attention weights; models name it as they like."""
+    """What the model's config calls this dropout of attention weights; models name it as they like.
+
+    The config may say another number by now: modules keep the one that they were made with.
+    """
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    equal = [name for name, value in config.items() if "drop" in name and value == dropout]
-    return next((name for name in equal if "att" in name), " and ".join(equal) or "attention_dropout")
+    names = [name for name in config if "drop" in name and isinstance(config[name], float)]
+    equal = [name for name in names if config[name] == dropout]
+    of_attention = [name for some in (equal, names) for name in some if "att" in name]
+    return of_attention[0] if of_attention else " and ".join(equal) or "attention_dropout"
 
 
 def attention_forward(
@@ -172,7 +177,8 @@ def attention_forward(
     """
     if dropout:
         remedy = (
-            f"Set {dropout_of(module, dropout)} to 0.0 in the model's config, or train with its own implementation."
+            f"Make the model with {dropout_of(module, dropout)} of 0.0 in its config (it keeps what it was made with), "
+            "or train with its own implementation."
         )
         raise not_implemented("dropout", "dropout of attention weights is not implemented", dropout, remedy)
     if others.get("output_attentions"):

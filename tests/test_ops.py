@@ -126,6 +126,14 @@ def test_nobody_asks_where_fake_tensors_lie():
         assert fa.attention_varlen(packed, packed, packed, cu, cu, max_seqlen_q=6, max_seqlen_k=6).shape == packed.shape
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_fake_tensor_may_be_on_a_gpu_that_is_not_there(interpreting):
+    with FakeTensorMode():
+        x = torch.empty(2, 2, 6, 8, device="cuda")
+        assert interpreting or "torch sees no GPU here" in str(fa.explain(x, x, x))
+        assert fa.attention(x, x, x).device.type == "cuda"
+
+
 @pytest.mark.parametrize("function", ["scaled_dot_product_attention", "attention_varlen"])
 def test_compile_sees_one_op(function):
     seen = []

@@ -136,7 +136,7 @@ def dropout_of(module: torch.nn.Module, dropout: float) -> str:
     The config may say another number by now: modules keep the one that they were made with.
     """
     config = getattr(getattr(module, "config", None), "__dict__", {})
-    names = [name for name in config if "drop" in name and isinstance(config[name], float)]
+    names = [name for name in config if "drop" in name and isinstance(config[name], (int, float))]
     equal = [name for name in names if config[name] == dropout]
     of_attention = [name for some in (equal, names) for name in some if "att" in name]
     return of_attention[0] if of_attention else " and ".join(equal) or "attention_dropout"

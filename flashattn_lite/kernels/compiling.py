@@ -29,10 +29,8 @@ def compile_together(launches: Iterable[Launch]) -> None:
     device = torch.cuda.current_device()
     new: dict[Any, Launch] = {}
     for start, args in launches:
-        form = device, *form_of(start, args)
-        if (
-            start.grid[0] and form not in _met
-        ):  # a descriptor is lent, and may be taken back before a thread looks at it
+        if start.grid[0] and (form := (device, *form_of(start, args))) not in _met:
+            # A descriptor is lent, and may be taken back before a thread looks at it.
             new[form] = start, tuple(copy.copy(x) if hasattr(x, "block_shape") else x for x in args)
     _met.update(new)
     if len(new) < 2:
@@ -49,9 +47,8 @@ def compile_together(launches: Iterable[Launch]) -> None:
 
 def form_of(start: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What decides about the code but for alignments and the like: compile-time values, types of the rest, options."""
-    kinds = (
-        x if p.is_constexpr else getattr(x, "dtype", type(x)) for x, p in zip(args, start.kernel.params, strict=False)
-    )
+    given = zip(args, start.kernel.params, strict=False)
+    kinds = (x if param.is_constexpr else getattr(x, "dtype", type(x)) for x, param in given)
     return start.kernel, *start.options.items(), *kinds
 
 

@@ -17,11 +17,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from flashattn_lite.kernels.start import Plan
 from flashattn_lite.kernels.tuning import SHARED_RESERVED
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.target import Target
 
-Plan = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]  # kernel, grid, args, kwargs
 Planner = Callable[..., Plan]  # plan(problem, inputs, out, lse, target)
 
 GPUS = {

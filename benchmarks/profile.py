@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offline import GPUS, Plan, attention_plan, compiled, usage
+from benchmarks.offline import GPUS, attention_plan, compiled, usage
 from benchmarks.progress import Progress
 from benchmarks.provenance import DTYPES, PROBLEM, PROVENANCE, row_provenance, write_rows
+from flashattn_lite.kernels.start import Plan
 
 # Provider -> the module that starts its kernel, by plan(problem, inputs, out, lse, target).
 LAUNCHERS = {

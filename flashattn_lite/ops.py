@@ -11,7 +11,7 @@ from flashattn_lite import calls, flops, operators
 from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import AT, NUM_TENSORS, OPTIONS, allocate, problem_of
-from flashattn_lite.problem import UNPROMISED, Inputs
+from flashattn_lite.problem import Inputs, unpromised
 from flashattn_lite.scalars import as_int64, diagonals_as_int64
 
 PROMISES = ("max_seqlen_q", "max_seqlen_k")
@@ -50,8 +50,7 @@ def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), AT[f"max_seqlen_{side}"]
         if given[cu] is not None and given[at] is None:
-            # What is measured is no promise: else neighbours would choose a sequence's kernel, and so its bits.
-            given[at] = max(longest(given[cu]), UNPROMISED if side == "q" else 0)
+            given[at] = unpromised(side, longest(given[cu]))
     return tuple(given)
 
 

@@ -123,6 +123,14 @@ def at_most(promised: int | None, total: int) -> int:
     return min(promised, total) if type(promised) is type(total) is int else promised
 
 
+def unpromised(side: str, longest: int) -> int:
+    """max_seqlen of `side`, "q" or "k", where the longest sequence was measured.
+
+    Of queries no promise that they are few: else neighbours would choose a sequence's kernel, and so its bits.
+    """
+    return max(longest, UNPROMISED) if side == "q" else longest
+
+
 def describe(
     inputs: Inputs,
     *,

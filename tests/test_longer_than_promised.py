@@ -72,6 +72,7 @@ def test_gradients_of_more_rows(device, rubbish, monkeypatch):
     make = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(device))
     got = make(inputs, out, lse, d_out, d_lse)
     want = tiled_backward.backward(kept, few, out[:32], lse[:, :32], d_out[:32], d_lse[:, :32], needs)
-    torch.testing.assert_close(got[0][:32], want[0], rtol=2e-2, atol=2e-3)
-    for ours, theirs in zip(got[1:3], want[1:3], strict=True):
+    # float16 rounds P, dS and the result, by 2^-11 each: an ulp of numbers from 2 to 4, 0.002, is what the
+    # interpreter differs by; what rows past the promise would add is far more.
+    for ours, theirs in zip((got[0][:32], *got[1:3]), want[:3], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)

@@ -12,7 +12,7 @@ from flashattn_lite.api import attention_varlen
 from flashattn_lite.errors import not_implemented, value_error
 from flashattn_lite.flops import known
 from flashattn_lite.integrations.masks import joined
-from flashattn_lite.problem import UNPROMISED
+from flashattn_lite.problem import unpromised
 
 OF_THE_TEXT = (
     "Where they are a text's and this is another part of its model, load that with torch's attention: "
@@ -64,10 +64,8 @@ def packed_forward(
     """(1, L, Hq, Dv) of sequences that no mask keeps apart, nor hides what lies before a window."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
-    told = {f"max_seqlen_{x}": others.get(f"max_length_{x}") for x in "qk"}
-    # What transformers has measured is no promise: neighbours would choose a sequence's bits (`ops.measured`).
-    least = {"max_seqlen_q": UNPROMISED, "max_seqlen_k": 0}
-    longest = {name: max(length, least[name]) for name, length in told.items() if isinstance(length, int)}
+    told = {side: others.get(f"max_length_{side}") for side in "qk"}  # which transformers has measured
+    longest = {f"max_seqlen_{x}": unpromised(x, length) for x, length in told.items() if isinstance(length, int)}
     right = None if options["causal"] else left  # as FlashAttention, to which a model hands the same number
     out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, right), **options, **longest})
     return out.unsqueeze(0)

@@ -138,8 +138,7 @@ def dropout_of(module: torch.nn.Module, dropout: float) -> str:
     config = getattr(getattr(module, "config", None), "__dict__", {})
     names = [name for name in config if "drop" in name and isinstance(config[name], (int, float))]
     equal = [name for name in names if config[name] == dropout]
-    of_attention = [name for some in (equal, names) for name in some if "att" in name]
-    return of_attention[0] if of_attention else " and ".join(equal) or "attention_dropout"
+    return next((name for name in (*equal, *names) if "att" in name), " and ".join(equal) or "attention_dropout")
 
 
 def attention_forward(

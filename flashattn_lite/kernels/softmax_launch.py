@@ -157,12 +157,12 @@ def ring_for(
     cols: int, itemsize: int, target: Target, sms: int, *, wide: bool, stats: bool, rows: int
 ) -> RingTile | None:
     """The tile of ring_kernel for such rows; None where it does not serve, which does not follow from their number."""
-    some = lambda rows: ring_tile(cols, itemsize, target, wide=wide, stats=stats, rows=rows) if ring_kernel else None
+    if not ring_kernel:
+        return None
+    many, own = (ring_tile(cols, itemsize, target, wide=wide, stats=stats, rows=count) for count in (None, rows))
     # Of a split row all units must have a place at once.
     has_room = lambda tile: tile is not None and tile.split(cols) <= max(1, tile.programs * sms)
-    if not has_room(many := some(None)):
-        return None
-    return few if has_room(few := some(rows)) else many
+    return (own if has_room(own) else many) if has_room(many) else None
 
 
 def ring_launch(

@@ -23,8 +23,8 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     r"""Softmax of x along dim, for rows of any length: y_j = exp(x_j - max(x)) / sum_k exp(x_k - max(x)).
 
     Args:
-        x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Copied only if its rows are spread
-            over more than three dimensions that can't be joined.
+        x: a tensor of any shape and strides, float16, bfloat16, float32 or float64. Rows that are spread over more
+            than three dimensions that can't be joined take several launches.
         dim: int, the dimension that sums to 1. Default: the last.
 
     Returns:
@@ -36,7 +36,6 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Numerics: float32 inside (float64 for float64), rounded once at the end. A probability p is off by a few float32
     eps and |ln p| eps more, relative: sums are added pairwise. A row's result depends on its values, length, dtype,
     strides and alignment and on the GPU, bit for bit; on its length because that decides how many blocks share it.
-    Rows over more than three dimensions are copied first, into other strides.
 
     Gradients: exact, of any order, from the output alone. As torch's, in 16 bits from the rounded one, so that where
         float16 runs out of small numbers they are worse: over a million columns of like size 6% off.

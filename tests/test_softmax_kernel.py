@@ -59,10 +59,40 @@ def test_a_row_alone_takes_the_kernel_of_its_batch(dim: int) -> None:
     assert (one.kernel, one.kwargs) == (many.kernel, many.kwargs)
 
 
-def test_more_than_three_row_dimensions_need_a_copy() -> None:
+def test_more_than_three_row_dimensions_take_a_launch_for_each_entry_of_the_smallest() -> None:
     x = torch.zeros(4, 4, 4, 4, 8)
     assert kernels.plan(x[:, ::2, ::2, ::2, 1:], (torch.zeros(4, 2, 2, 2, 7),), 4) is not None
-    assert kernels.plan(x[::2, ::2, ::2, ::2, 1:], (torch.zeros(2, 2, 2, 2, 7),), 4) is None
+    x = x[::2, ::2, ::2, :3:2, 1:]
+    y = torch.zeros(x.shape)
+    assert kernels.plan(x, (y,), 4) is None
+    parts = list(kernels.entries(x, (y,), 4))
+    assert [kernels.plan(part, own, part.dim() - 1) is not None for part, own in parts] == [True, True]
+    assert [part.storage_offset() for part, _ in parts] == [1, 1 + x.stride(0)]
+    assert [own[0].storage_offset() for _, own in parts] == [0, y.stride(0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [0, 2, 4])
+@pytest.mark.parametrize("pad", [0, 1])
+def test_rows_over_many_dimensions_have_the_bits_of_their_parts(
+    kernel_device: torch.device, dim: int, dtype: torch.dtype, pad: int
+) -> None:
+    """Over four that can't be joined; with pad, 16-byte addresses are some rows' only."""
+    shape = [4, 6, 4, 4, 4]
+    shape[dim] = 300
+    room = torch.randn([*shape[:4], shape[4] + pad], generator=torch.Generator().manual_seed(dim))
+    x = room.to(kernel_device, dtype)[..., : shape[4]]
+    x = x[tuple(slice(None, None, 1 if i == dim else 2) for i in range(5))]
+    assert kernels.plan(x, (torch.empty_like(x),), dim) is None
+    check_softmax(x, dim)
+    check_stats(x, dim)
+    y, m_and_l = online_softmax(x, dim), [part.unsqueeze(dim) for part in softmax_stats(x, dim)]
+    for i in set(range(5)) - {dim}:
+        for at in (0, x.shape[i] - 1):
+            part = x.narrow(i, at, 1)
+            assert torch.equal(online_softmax(part, dim), y.narrow(i, at, 1))
+            for own, whole in zip(softmax_stats(part, dim), m_and_l, strict=True):
+                assert torch.equal(own.unsqueeze(dim), whole.narrow(i, at, 1))
 
 
 def test_one_compiled_kernel_serves_all_lengths_of_a_tile() -> None:

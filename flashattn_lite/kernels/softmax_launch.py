@@ -85,7 +85,7 @@ def unit_apart(strides: list[int], across: bool) -> tuple[list[int], bool]:
 def plan(
     x: Tensor, results: Results, dim: int, target: Target | None = None, tile: SoftmaxTile | None = None
 ) -> list[Plan] | None:
-    """What writes softmax(x) along dim into results (y,), or statistics into (m, l); None if a copy must come first.
+    """What writes softmax(x) along dim into results (y,), or statistics into (m, l); None past ROW_DIMS.
 
     y has x's shape; m and l have x's shape with 1 at dim, are float32 and lie alike. No result is empty. The kernel and
     its tile follow from the row's length, dtype and layout and from the GPU, unless a tile is given. A plan serves one
@@ -272,7 +272,7 @@ def processors(x: Tensor, target: Target) -> int:
 
 
 def launch(x: Tensor, results: Results, dim: int) -> None:
-    """Fills results, as in `plan`. Copies only rows that are spread over more than ROW_DIMS dimensions."""
+    """Fills results, as in `plan`. Rows that are spread over more than ROW_DIMS dimensions take several launches."""
     if results[0].numel() == 0:
         return
     with torch.cuda.device(x.device) if x.is_cuda else interpreted():
@@ -280,10 +280,25 @@ def launch(x: Tensor, results: Results, dim: int) -> None:
         for kernel, grid, args, kwargs in planned or ():
             kernel[grid](*args, **kwargs)
     if planned is None:
-        flat = tuple(torch.empty_like(result, memory_format=torch.contiguous_format) for result in results)
-        launch(x.contiguous(), flat, dim)  # type: ignore[arg-type]
-        for result, values in zip(results, flat, strict=True):
-            result.copy_(values)
+        for entry, own in entries(x, results, dim):
+            launch(entry, own, entry.dim() - 1)
+
+
+def entries(x: Tensor, results: Results, dim: int) -> Iterator[tuple[Tensor, Results]]:
+    """Parts of x and of results, rows along the last dimension: one for each entry of the smallest dimension of rows.
+
+    Not a copy of x, which would lie otherwise than a part of x does: a row's bits follow from how rows lie. That
+    dimension's stride stays, and tells how rows of the whole are aligned.
+    """
+    dims, across, singles = rows_of(x, results[0], dim)
+    fewest = min(range(len(dims) - across), key=lambda i: dims[i].size)  # not the one that a tile of rows runs along
+    sizes = [*(1 for _ in singles), *(d.size for d in dims)]
+    steps_x, steps_y = ([*singles, *(d[of] for d in dims)] for of in (1, 2))
+    whole = x.as_strided([*sizes, x.shape[dim]], [*steps_x, x.stride(dim)])
+    filled = [y.as_strided([*sizes, y.shape[dim]], [*steps_y, y.stride(dim)]) for y in results]
+    entry = lambda t, i: t.narrow(len(singles) + fewest, i, 1)
+    for i in range(dims[fewest].size):
+        yield entry(whole, i), tuple(entry(y, i) for y in filled)
 
 
 class Ready:
@@ -331,7 +346,7 @@ class ReadyTwo:
 
 
 def prepare(x: Tensor, results: Results, dim: int) -> Ready | ReadyTwo | None:
-    """What fills results for tensors of this metadata; None where a copy must come first."""
+    """What fills results for tensors of this metadata; None where one launch does not reach all rows."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         planned = plan(x, results, dim)
     if planned is None:

@@ -12,6 +12,7 @@ from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.options import Dense, Packed
 from flashattn_lite.problem import Window
+from flashattn_lite.scalars import from_array
 from flashattn_lite.watchers import bare
 
 
@@ -109,6 +110,7 @@ def attention(
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     done = _recall(tensors, *rest)
     if done is None:
+        rest = tuple(map(from_array, rest))
         _check_attention(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
@@ -187,6 +189,7 @@ def attention_varlen(
     # On a CPU the values of cu_seqlens are checked too.
     done = _recall(tensors, *rest) if isinstance(q, Tensor) and q.is_cuda else None
     if done is None:
+        rest = tuple(map(from_array, rest))
         _check_packed(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
@@ -272,6 +275,7 @@ def explain(
     arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
+    rest = tuple(map(from_array, rest))
     _check_attention(tensors, *rest)
     return _explained(tensors, *rest)
 
@@ -314,6 +318,7 @@ def explain_varlen(
     arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k)
     rest = (causal, q_start, window, scale, softcap, max_seqlen_q, max_seqlen_k, backend)
+    rest = tuple(map(from_array, rest))
     _check_packed(tensors, *rest)
     return _explained(tensors, *rest)
 

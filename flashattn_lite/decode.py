@@ -13,7 +13,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.decode_backends import BACKENDS
 from flashattn_lite.options import Cached
 from flashattn_lite.problem import AttentionProblem, Inputs, Window, describe
-from flashattn_lite.scalars import as_int64
+from flashattn_lite.scalars import as_int64, from_array
 from flashattn_lite.watchers import bare
 
 Ready = tuple[AttentionProblem, dispatch.Run]  # a call that was prepared, for all tensors of its metadata
@@ -285,6 +285,7 @@ def _checked(
     backend: str,
 ) -> tuple[Any, ...]:
     """The number options in the op's order, once every argument has passed the door."""
+    window, scale, softcap = map(from_array, (window, scale, softcap))
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
     arguments.check_no_tangent(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)

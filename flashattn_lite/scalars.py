@@ -27,9 +27,25 @@ def is_int(x: object) -> bool:
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
+def is_numpys(x: object) -> bool:
+    return type(x).__module__ == "numpy"
+
+
+def from_array(x: Any) -> Any:
+    """A NumPy array of no dimension, as compilers make of NumPy's numbers (1 / np.sqrt(64), say), as a number.
+
+    So they do in code that they then leave to Python, too. What else it is, as it is; a window's sides one by one.
+    """
+    if isinstance(x, (tuple, list)) and any(map(is_numpys, x)):
+        return tuple(map(from_array, x))
+    array = is_numpys(x) and not isinstance(x, Real)
+    return x.item() if array and getattr(x, "shape", None) == () else x
+
+
 def unless_known(condition: Any) -> bool:
     """A comparison of a number; of one that a compiler does not know yet (`.item()` of what it traces), True."""
-    if not torch.compiler.is_compiling() and not isinstance(condition, torch.SymBool):
+    traced = torch.compiler.is_compiling() and not is_numpys(condition)
+    if not traced and not isinstance(condition, torch.SymBool):
         return bool(condition)  # but in an op's fake torch 2.11 does not say that it compiles
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 

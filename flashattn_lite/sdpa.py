@@ -13,7 +13,7 @@ from flashattn_lite.arguments_mask import check_mask_shape, is_causal_bias, mask
 from flashattn_lite.autocast import autocasts, lowered
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
 from flashattn_lite.problem import Inputs
-from flashattn_lite.scalars import is_number
+from flashattn_lite.scalars import from_array, is_number
 
 NAMES = ("query", "key", "value")
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -142,13 +142,11 @@ def _recall(
 def _number(x: Any) -> Any:
     """A number as torch's function takes it: a flag, or a tensor of no dimension (whose GPU is waited for), too.
 
-    Not one that wants a gradient, which would be lost without a word. A compiler makes a NumPy array of no dimension of
-    NumPy's numbers (1 / np.sqrt(64), say), in code that it then leaves to Python.
+    Not one that wants a gradient, which would be lost without a word.
     """
     if isinstance(x, bool):
         return float(x)
-    if type(x).__module__ == "numpy" and getattr(x, "shape", None) == () and x.dtype.kind in "fiu":
-        return x.item()
+    x = from_array(x)
     if not isinstance(x, Tensor) or x.dim() or x.is_complex() or x.requires_grad or x.is_meta:
         return x
     return x if not torch.compiler.is_compiling() and watchers.transformed(x) else x.item()

@@ -13,7 +13,7 @@ from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
 from flashattn_lite.calls import dense_and_real, remember
 from flashattn_lite.errors import show, type_error, value_error
-from flashattn_lite.scalars import as_int, is_int
+from flashattn_lite.scalars import as_int, from_array, is_int
 from flashattn_lite.watchers import watched
 
 Stats = tuple[Tensor, Tensor]
@@ -173,6 +173,7 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     """dim, counted from 0."""
     check_float_tensor("x", x)
     check_no_tangent(x=x)
+    dim = from_array(dim)
     if not is_int(dim):
         raise type_error("dim", "must be an int", dim, "Pass one dimension; flatten several into one.")
     return _from_front(dim, x.dim())

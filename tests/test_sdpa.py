@@ -211,7 +211,7 @@ def test_a_number_that_a_compiler_takes_from_numpy_is_one():
         return fa.scaled_dot_product_attention(x, x, x, scale=0.5 / np.sqrt(x.shape[-1]))
 
     x = torch.randn(1, 2, 5, 8)
-    assert torch.equal(torch.compile(attend, backend="eager")(x), attend(x))
+    assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(x), attend(x))
 
 
 def test_meta_tensors_have_shapes():

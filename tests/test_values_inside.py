@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo import config
@@ -55,6 +56,38 @@ def test_offsets_under_transforms(name):
     refuses(text, torch.vmap(total), X[None], cu[None])
     refuses(text, torch.func.grad(total), X, cu)
     refuses(text, torch.func.grad(lambda x, cu: torch.vmap(total)(x, cu).sum()), X[None], cu[None])
+
+
+ONE = np.int64(1)
+OF_NUMPY = {  # of x [2, 2, 1, 8]; a compiler makes arrays of such numbers
+    "scale": lambda x: fa.attention(x, x, x, scale=1 / np.sqrt(x.shape[-1])),
+    "softcap": lambda x: fa.attention(x, x, x, softcap=np.float32(2)),
+    "q_start": lambda x: fa.attention(x, x, x, causal=True, q_start=ONE),
+    "window": lambda x: fa.attention(x, x, x, window=(ONE, None)),
+    "decode": lambda x: fa.attention_decode(x, PAGES[:2], PAGES[1:], LENS, scale=1 / np.sqrt(8), window=[ONE, 0]),
+    "longest": lambda x: fa.attention_varlen(X, X, X, CU, CU, max_seqlen_q=10 * ONE, max_seqlen_k=None),
+    "dim": lambda x: fa.online_softmax(x, ONE),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_numbers_of_numpy_in_compiled_and_exported_code(name):
+    call = OF_NUMPY[name]
+    want = call(Q)
+    for whole in (False, name in ("scale", "decode")):
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=whole)(Q), want)
+    module = torch.nn.Module()
+    module.forward = call
+    assert torch.equal(torch.export.export(module, (Q,), strict=False).module()(Q), want)
+
+
+def test_an_array_of_one_number_is_that_number():
+    for explained, given in ((fa.explain, (Q, Q, Q)), (fa.explain_varlen, (X, X, X, CU, CU))):
+        assert explained(*given, scale=np.array(0.5), window=(np.array(1), None)).backend
+    assert fa.explain_decode(Q, PAGES, PAGES, LENS, block_table=TABLE, softcap=np.array(0.5)).backend
+    for wrong in (np.array([0.5]), np.array("0.5")):
+        with pytest.raises(TypeError, match=r"^scale: must be a float or None; got"):
+            fa.attention(Q, Q, Q, scale=wrong)
 
 
 INSIDE = {  # of x [1, 2, 7, 8]

@@ -66,6 +66,7 @@ REFUSED = {
                "not laid out (batch, heads, length, head_dim)."),
     "heads": (call(v=V[:, :1]), ValueError, "v: must have as many heads as k (2); got a tensor of shape (2, 1, 7, 6), "
               "float32, on cpu. Pass a value head per key head."),
+    "no key head": (call(q=Q[:, :1], k=K[:, :0], v=V[:, :0]), ValueError, "k: must have at least one head for q's 1; got "),
     "mask shape": (call(mask=torch.ones(5, 6).bool()), ValueError, "mask: must be broadcastable to (batch, heads_q, "
                    "len_q, len_k) = (2, 4, 5, 7); got a tensor of shape (5, 6), bool, on cpu."),
     "mask of too many dims": (call(mask=torch.ones(1, 1, 1, 5, 7)), ValueError, "mask: must be broadcastable to (batch, "),

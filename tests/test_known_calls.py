@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
-from flashattn_lite import calls, ops
+from flashattn_lite import calls, decode, ops
 from flashattn_lite.problem import UNPROMISED
 from tests.test_calls import forgotten, qkv  # noqa: F401
 
@@ -40,6 +40,14 @@ def test_whether_float32_is_tf32_counts_for_float32(dtype, monkeypatch):
         keys.add(calls._key((x, x, x, *none, "auto")))
         calls.gradients(x, lse, x, lse, x, x, x, *none, *options, (True,) * 5)
     assert len(keys) == len(made) == (2 if dtype == torch.float32 else 1)
+
+
+def test_whether_float32_is_tf32_counts_in_decoding_too(monkeypatch):
+    q, lens, keys = torch.zeros(1, 2, 4, 16), torch.ones(1, dtype=torch.int32), set()
+    for takes in (False, True, False):
+        monkeypatch.setattr(decode.targets, "takes_tf32", lambda takes=takes: takes)
+        keys.add(decode._key((q, q, q, lens, None, None), (True, None, None, None, "auto")))
+    assert len(keys) == 2
 
 
 def test_where_other_tensors_lie_in_16_bytes_counts_too():

@@ -58,21 +58,22 @@ def test_gradients_of_more_rows(device, rubbish, monkeypatch):
     """Rows past the promise are nobody's and add nothing, whatever lay where their statistics would be."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(40, 2, 16, generator=generator).half().to(device) for _ in range(4))
+    sinks = torch.tensor([0.5, 2.0], device=device)
     cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
-    inputs = Inputs(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    inputs = Inputs(q, k, v, sinks=sinks, cu_seqlens_q=cu, cu_seqlens_k=cu)
     plain = {"causal": False, "q_start": None, "window_left": None, "window_right": None, "softcap": None, "scale": 0.5}
     problem = describe(inputs, **plain, max_seqlen_q=32, max_seqlen_k=40)
     out, lse = torch.zeros_like(q), torch.full((2, 40), -torch.inf, device=device)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(rubbish))
-    few = Inputs(q[:32], k, v, cu_seqlens_q=cu.clamp(max=32), cu_seqlens_k=cu)
+    few = Inputs(q[:32], k, v, sinks=sinks, cu_seqlens_q=cu.clamp(max=32), cu_seqlens_k=cu)
     kept = describe(few, **plain, max_seqlen_q=32, max_seqlen_k=40)
     tiled.forward(kept, few, out[:32], lse[:, :32])
-    d_lse, needs = torch.zeros_like(lse), (True, True, True, False, False)
+    d_lse, needs = torch.zeros_like(lse), (True, True, True, False, True)
     make = backward_launch.prepare(problem, inputs, d_out, needs, targets.of(device))
     got = make(inputs, out, lse, d_out, d_lse)
     want = tiled_backward.backward(kept, few, out[:32], lse[:, :32], d_out[:32], d_lse[:, :32], needs)
     # float16 rounds P, dS and the result, by 2^-11 each: an ulp of numbers from 2 to 4, 0.002, is what the
     # interpreter differs by; what rows past the promise would add is far more.
-    for ours, theirs in zip((got[0][:32], *got[1:3]), want[:3], strict=True):
+    for ours, theirs in zip((got[0][:32], *got[1:3], got[4]), (*want[:3], want[4]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)

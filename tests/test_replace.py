@@ -214,6 +214,17 @@ def test_install_once_more_puts_back_what_was_thrown_out():
     assert F.scaled_dot_product_attention is TORCHS and report.calls == 1
 
 
+def test_what_somebody_kept_of_an_install_before_counts_no_more():
+    q, k, v = qkv(1, 2, 4, 8)
+    report = fa.install()
+    found = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = theirs = lambda *args, **options: found(*args, **options)
+    assert fa.install() is report
+    fa.uninstall()
+    assert torch.equal(theirs(q, k, v), TORCHS(q, k, v)) and report.calls == 0
+    F.scaled_dot_product_attention = TORCHS
+
+
 def test_install_inside_a_context_puts_back_what_was_thrown_out():
     report = fa.install()
     F.scaled_dot_product_attention = TORCHS

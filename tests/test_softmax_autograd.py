@@ -84,6 +84,7 @@ def test_rows_that_see_nothing_have_gradient_zero(device: torch.device) -> None:
     x.requires_grad_()
     m, l_i = softmax_stats(x)
     assert torch.autograd.grad(online_softmax(x).sum(), x)[0].eq(0).all()
+    assert torch.autograd.grad(m.sum(), x, retain_graph=True)[0].tolist() == [[0.0] * 3, [0.0, 1.0, 0.0]]
     assert torch.equal(
         torch.autograd.grad((m + l_i)[1] + l_i[0], x)[0].cpu(), torch.tensor([[0.0] * 3, [0.0, 1.0, 0.0]])
     )

@@ -132,6 +132,19 @@ def test_a_neighbours_length_does_not_decide_what_overflows():
             assert torch.equal(ours, theirs) and not ours.isnan().any()
 
 
+def test_a_neighbour_that_has_settled_does_not_end_the_first_pass_for_others():
+    """A huge score in a row that is done with it, where the others see no key of the first tile."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, rows, 8, generator=generator) for rows in (9, 4400, 4400))
+    k[:, :, 0] = 100
+    mask = torch.ones(9, 4400, dtype=torch.bool)
+    mask[1:, :4096] = False
+    huge = q.clone()
+    huge[:, :, 0] = 10
+    few, many = (fa.attention(x, k, v, mask=mask, return_lse=True, backend="tiled") for x in (q, huge))
+    assert all(torch.equal(a[:, :, 1:], b[:, :, 1:]) for a, b in zip(few, many, strict=True))
+
+
 def test_an_unseen_key_has_no_sign_in_its_gradient():
     q, k, v = (torch.randn(2, 1, 4, 8) for _ in range(3))
 

@@ -11,7 +11,7 @@ from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import Case
 from flashattn_lite.testing.gradients import expect_gradients
 from flashattn_lite.testing.oracle import assert_close_to_oracle, expect
-from flashattn_lite.testing.softmax import assert_stats, expect_stats
+from flashattn_lite.testing.softmax import assert_softmax, assert_stats, expect_stats
 
 
 def tensors(dtype, count=3):
@@ -63,3 +63,14 @@ def test_of_a_softmax_sum(factor):
     spoiled[0, 1, 7] *= factor
     with pytest.raises(AssertionError):
         assert_stats(m, spoiled, x, -1)
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-5, 1 - 1e-5, math.nan])
+def test_of_a_softmax(factor):
+    """Of a row's largest weight: eager torch's errors elsewhere in the row, however many, are no excuse."""
+    x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    y = torch.softmax(x.double(), -1).float()
+    assert_softmax(y, x, -1)
+    y[2, x[2].argmax()] *= factor
+    with pytest.raises(AssertionError, match=r"^softmax: 1 of 4000 elements are wrong"):
+        assert_softmax(y, x, -1)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn_lite.reference import attention_reference, repeat_heads, visibility
+import flashattn_lite as fa
+from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing import (
     ALL_LAWS,
     Case,
@@ -25,129 +26,31 @@ from flashattn_lite.testing import (
 )
 from flashattn_lite.testing.results import assert_within
 from flashattn_lite.testing.strategies import FEATURES
+from tests.wrong_attentions import (
+    a_start_of_few_bits,
+    as_if_contiguous,
+    changed,
+    first_mask,
+    heads_interleaved,
+    last_length_ignored,
+    lengths_as_they_come,
+    longest_for_shortest,
+    nan_where_nothing_is_seen,
+    not_multiplied_back,
+    on,
+    one_head,
+    one_sequence,
+    other_bits,
+    sinks_that_are_numbers,
+    sketch,
+    spoiled,
+    start,
+    values_leak,
+    whole_tiles,
+    window_right_off_by_one,
+)
 
 SMALL = {"max_batch": 2, "max_heads": 2, "max_len": 33, "max_dim": 33}
-Change = Callable[[dict[str, Any]], None]
-
-
-def changed(change: Change) -> Callable[..., Any]:
-    """The definition, with its arguments tampered with."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        arguments = {"q": q, "k": k, "v": v, **options}
-        change(arguments)
-        return attention_reference(**arguments)
-
-    return attention
-
-
-def sketch(bug: str) -> Callable[..., Any]:
-    """A naive attention as one writes it in ten lines, with one bug in it."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        names = ("causal", "q_start", "window", "mask", "kv_lens")
-        seen = visibility(q, k, **{name: options[name] for name in names if name in options})
-        scale, cap, mask = options.get("scale", q.shape[-1] ** -0.5), options.get("softcap"), options.get("mask")
-        k, v = (repeat_heads(x, q.shape[1]).float() for x in (k, v))
-        bias = 0.0 if mask is None or mask.dtype == torch.bool else mask.float()
-        s = q.float() @ k.mT
-        s = (s + bias) * scale if bug == "mask before scale" else s * scale
-        if cap is not None:
-            s = torch.tanh(s / cap) * (1 if bug == "softcap not multiplied back" else cap)
-        if bug != "mask before scale":
-            s = s + bias
-        s = torch.where(seen, s, -1e9 if bug == "masked is -1e9" else -math.inf)
-        m = s.new_zeros((*s.shape[:3], 1)) if not s.shape[-1] or bug == "no maximum" else s.amax(-1, keepdim=True)
-        if bug == "maximum of all rows" and s.numel():
-            m = s.amax().expand_as(m)
-        m = m.masked_fill(m == -math.inf, 0.0)
-        p = torch.exp(s - m)
-        d = p.sum(-1, keepdim=True)
-        if "sinks" in options:
-            d = d + torch.exp(options["sinks"].float().view(1, -1, 1, 1) - m)
-        if bug == "NaN where it sees nothing":
-            d = d.masked_fill(d == 0, math.nan)
-        out = p @ (v if bug == "0 times NaN" else torch.where(seen.any(-2).unsqueeze(-1), v, 0.0))
-        if bug == "not rescaled" and s.shape[-1] > 16:  # the sum of the first tile stays at that tile's maximum
-            first = s[..., :16].amax(-1, keepdim=True)
-            d = d + torch.where(first > -math.inf, torch.exp(s[..., :16] - first) - p[..., :16], 0.0).sum(
-                -1, keepdim=True
-            )
-        safe = d.masked_fill(d == 0, 1.0)
-        return (out / safe).to(q.dtype), (m + torch.log(d)).squeeze(-1)
-
-    return attention
-
-
-def on(result: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """The definition, with its result tampered with."""
-    return lambda *args, **options: result(*attention_reference(*args, **options))
-
-
-def start(a: dict[str, Any], by: int) -> None:
-    default = a["k"].shape[2] - a["q"].shape[2]
-    a["q_start"] = (default if a.get("q_start") is None else a["q_start"]) + by
-
-
-def as_if_contiguous(a: dict[str, Any]) -> None:
-    dense = torch.empty(a["k"].shape).stride()
-    if a["k"].untyped_storage().nbytes() >= a["k"].nbytes and a["k"].storage_offset() == 0:
-        a["k"] = a["k"].as_strided(a["k"].shape, dense)
-
-
-def window_right_off_by_one(a: dict[str, Any]) -> None:
-    if a.get("window") and a["window"][1] is not None:
-        a["window"] = (a["window"][0], a["window"][1] + 1)
-
-
-def more_exact_for(axis: int) -> Callable[..., Any]:
-    """Another arithmetic when q has one batch, or k one head: right, but not the same bits."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        dtype = torch.float64 if k.shape[axis] == 1 else None
-        out, lse = attention_reference(q, k, v, **options, dtype=dtype)
-        return out, lse.float()
-
-    return attention
-
-
-def whole_tiles(a: dict[str, Any]) -> None:
-    keep = max(a["k"].shape[2] // 16 * 16, min(16, a["k"].shape[2]))
-    hidden = torch.arange(a["k"].shape[2]) >= keep
-    a["mask"] = Case(a["q"], a["k"], a["v"], mask=a.get("mask")).hide(hidden).mask
-
-
-def first_mask(a: dict[str, Any]) -> None:
-    if a.get("mask") is not None and a["mask"].dim() == 4:
-        a["mask"] = a["mask"][:1]
-
-
-def lengths_as_they_come(a: dict[str, Any]) -> None:
-    """Below 0 they hide nothing."""
-    if a.get("kv_lens") is not None:
-        a["kv_lens"] = a["kv_lens"].long().abs().clamp(max=2**31 - 1).int()
-
-
-def last_length_ignored(a: dict[str, Any]) -> None:
-    if a.get("kv_lens") is not None and len(a["kv_lens"]) > 1:
-        a["kv_lens"] = torch.cat([a["kv_lens"][:-1], a["kv_lens"].new_full((1,), a["k"].shape[2])])
-
-
-def a_start_of_few_bits(a: dict[str, Any]) -> None:
-    if abs(a.get("q_start") or 0) > 2**20:
-        a["q_start"] = 0
-
-
-def sinks_that_are_numbers(a: dict[str, Any]) -> None:
-    if a.get("sinks") is not None:
-        a["sinks"] = a["sinks"].nan_to_num(neginf=0.0)
-
-
-def heads_interleaved(a: dict[str, Any]) -> None:
-    heads = a["q"].shape[1]
-    for name in ("k", "v"):
-        a[name] = a[name].repeat(1, heads // a[name].shape[1], 1, 1)
-
 
 MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (laws.matches_oracle, "lse in log2 units", on(lambda out, lse: (out, lse / math.log(2)))),
@@ -155,15 +58,13 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (laws.matches_oracle, "scale from Dv", changed(lambda a: a.setdefault("scale", a["v"].shape[-1] ** -0.5))),
     (laws.matches_oracle, "top-left causal", changed(lambda a: a.setdefault("q_start", 0))),
     (laws.matches_oracle, "no maximum", sketch("no maximum")),
-    (laws.matches_oracle, "rows that see nothing are NaN", sketch("NaN where it sees nothing")),
+    (laws.matches_oracle, "rows that see nothing are NaN", on(nan_where_nothing_is_seen)),
     (laws.matches_oracle, "scores in bfloat16", changed(lambda a: a.update(q=a["q"].bfloat16().to(a["q"])))),
     (laws.matches_oracle, "lse of bfloat16", on(lambda out, lse: (out, lse.bfloat16().float()))),
-    (
-        laws.matches_oracle,
-        "first mask for all",
-        changed(first_mask),
-    ),
+    (laws.matches_oracle, "first mask for all", changed(first_mask)),
     (laws.lengths_outside_count_as_the_nearest, "below 0 they hide nothing", changed(lengths_as_they_come)),
+    (laws.lengths_outside_count_as_the_nearest, "the least is S", changed(longest_for_shortest(-(2**31)))),
+    (laws.lengths_outside_count_as_the_nearest, "the largest is 0", changed(longest_for_shortest(2**31 - 1))),
     (laws.a_start_far_away_sees_all_or_nothing, "a start of 20 bits", changed(a_start_of_few_bits)),
     (laws.a_sink_of_no_weight_is_none, "a sink of -inf is 0", changed(sinks_that_are_numbers)),
     (laws.merge_of_any_split_is_the_whole, "lse in log2 units", on(lambda out, lse: (out, lse / math.log(2)))),
@@ -176,7 +77,7 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (laws.kv_lens_cut_the_keys, "kv_lens ignored", changed(lambda a: a.pop("kv_lens", None))),
     (laws.kv_lens_cut_the_keys, "the last of kv_lens ignored", changed(last_length_ignored)),
     (laws.scale_is_a_factor_of_q, "scale ignored", changed(lambda a: a.pop("scale", None))),
-    (laws.a_high_softcap_is_none, "softcap not multiplied back", sketch("softcap not multiplied back")),
+    (laws.a_high_softcap_is_none, "softcap not multiplied back", changed(not_multiplied_back, fa.attention)),
     (laws.a_sink_is_a_key_of_value_zero, "sinks ignored", changed(lambda a: a.pop("sinks", None))),
     (laws.a_blind_row_is_zero, "masked is -1e9", sketch("masked is -1e9")),
     (laws.a_blind_row_is_zero, "its lse is 0", on(lambda out, lse: (out, lse.nan_to_num(neginf=0.0)))),
@@ -194,12 +95,13 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
     ),
     (locality.future_keys_are_irrelevant, "causal off by one", changed(lambda a: start(a, 1))),
     (locality.keys_outside_the_window_are_irrelevant, "window off by one", changed(window_right_off_by_one)),
-    (locality.unseen_nan_never_shows, "0 times NaN", sketch("0 times NaN")),
+    (locality.unseen_nan_never_shows, "0 times all values", spoiled(values_leak)),
     (locality.repeats_have_the_same_bits, "noise", on(lambda out, lse: (out, lse + 1e-6 * torch.rand_like(lse)))),
     (locality.other_rows_are_irrelevant, "maximum of all rows", sketch("maximum of all rows")),
     (locality.other_sequences_are_irrelevant, "maximum of all rows", sketch("maximum of all rows")),
-    (locality.batch_slot_is_irrelevant, "other arithmetic for batch 1", more_exact_for(0)),
-    (locality.head_slot_is_irrelevant, "other arithmetic for one head", more_exact_for(1)),
+    (locality.other_sequences_are_irrelevant, "0 times all values", spoiled(values_leak)),
+    (locality.batch_slot_is_irrelevant, "other bits for batch 1", spoiled(other_bits(one_sequence), fa.attention)),
+    (locality.head_slot_is_irrelevant, "other bits for one head", spoiled(other_bits(one_head), fa.attention)),
 ]
 
 
@@ -209,6 +111,16 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
 def test_each_law_catches_a_bug(law: Any, attention: Callable[..., Any]) -> None:
     with pytest.raises(AssertionError, match="in Case"):
         check(attention, laws=[law], n=200, shrink=False, **SMALL)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_unseen_keys_are_asked_to_hold_nan_and_inf(garbage: float) -> None:
+    """By a problem that holds neither: what is drawn may, and a law that overwrites it shows that."""
+    holds = torch.isnan if math.isnan(garbage) else torch.isinf
+    shows = spoiled(lambda out, lse, a: (out + holds(a["v"]).any(), lse))
+    case = Case(torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 1, 5, 8), causal=True, q_start=0)
+    with pytest.raises(AssertionError, match=rf"with {garbage} in the keys that it can't see"):
+        locality.unseen_nan_never_shows(shows, case)
 
 
 def test_what_fails_only_once_has_failed() -> None:

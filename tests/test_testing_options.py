@@ -9,9 +9,11 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.reference import attention_reference
-from flashattn_lite.testing import check, check_decode
+from flashattn_lite.testing import Case, check, check_decode
 from flashattn_lite.testing.decoding import DECODE_LAWS
-from flashattn_lite.testing.laws import matches_oracle
+from flashattn_lite.testing.laws import a_high_softcap_is_none, matches_oracle
+from flashattn_lite.testing.strategies import OPTIONS
+from flashattn_lite.testing.tensors import NUMBERS
 
 
 def seen(**options):
@@ -33,6 +35,22 @@ def test_a_seed_draws_its_own_problems():
 def test_queries_start_ahead_of_the_first_key_too():
     starts = [start for *_, start in seen(features={"lse", "q_start"}) if start is not None]
     assert min(starts) < 0 < max(starts)
+
+
+def test_every_option_and_kind_of_numbers_is_drawn():
+    """And NaN and inf where nobody looks, and keys and values that all sequences or all heads share."""
+    drawn = set()
+
+    def look(attention, case):
+        drawn.update(case.options(), (part.strip() for part in case.note.split(",")))
+        for name, size, step in zip(("batch", "heads"), case.k.shape, case.k.stride(), strict=False):
+            if case.k.numel() and size > 1 and step == 0:
+                drawn.add(f"shared by {name}")
+
+    check(attention_reference, laws=[look], n=400, shrink=False, max_len=7, max_dim=8)
+    numbers = {f"{kind} numbers" for kind in NUMBERS}
+    poison = {"unseen keys hold nan", "unseen keys hold inf"}
+    assert {*OPTIONS, *numbers, *poison, "shared by batch", "shared by heads"} - drawn == {"gqa"}  # which is a shape
 
 
 def test_without_shrinking_the_first_failure_is_the_last_call():
@@ -75,3 +93,9 @@ def test_a_batch_may_be_as_large_as_was_said():
 
 def test_a_law_needs_no_name():
     assert len(seen(n=2, laws=[functools.partial(matches_oracle)])) == 2
+
+
+def test_no_soft_cap_is_high_above_scores_that_float32_does_not_hold():
+    """They are -inf without one, and minus the cap with one."""
+    q, v = torch.full((1, 1, 1, 8), 1e20), torch.ones(1, 1, 1, 8)
+    a_high_softcap_is_none(attention_reference, Case(q, -q, v))

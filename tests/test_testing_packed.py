@@ -1,4 +1,4 @@
-"""The kit must catch bugs of packed attention and of decoding too, and say what it is asked wrongly."""
+"""The kit must catch bugs of packed attention too, and say what it is asked wrongly."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn_lite.decode import attention_decode
 from flashattn_lite.reference import attention_reference, attention_varlen_reference
 from flashattn_lite.testing import (
-    DECODE_LAWS,
     PACKED_LAWS,
     Case,
     PackedCase,
     check,
-    check_decode,
     check_packed,
-    decoding,
     laws,
     matches_oracle,
     packed,
 )
+from tests.wrong_attentions import Tripled
 
 FLOATS = "must be a list of float16, bfloat16, float32 or float64, one at least"
 
@@ -46,48 +43,17 @@ def test_packed_laws_catch_neighbours_and_pass_the_definition() -> None:
         with pytest.raises(AssertionError, match=r"in (Packed)?Case"):
             check_packed(wrong, laws=[law], n=100, shrink=False, **sizes)
 
-    class Tripled(torch.autograd.Function):
-        forward = staticmethod(lambda ctx, x: x.clone())
-        backward = staticmethod(lambda ctx, grad: 3 * grad)
-
     def steep(q: Tensor, k: Tensor, *rest: Tensor, **options: Any) -> Any:
         return attention_varlen_reference(q, Tripled.apply(k), *rest, **options)
 
+    def steep_sinks(*args: Tensor, sinks: Any = None, **options: Any) -> Any:
+        return attention_varlen_reference(*args, sinks=None if sinks is None else Tripled.apply(sinks), **options)
+
     law = packed.packed_gradients_are_those_of_dense
-    with pytest.raises(AssertionError, match=r"gradient of k of sequence"):
-        check_packed(steep, laws=[law], n=100, shrink=False, **sizes)
+    for wrong, of in ((steep, "k of sequence"), (steep_sinks, "sinks")):
+        with pytest.raises(AssertionError, match=f"gradient of {of}"):
+            check_packed(wrong, laws=[law], n=100, shrink=False, **sizes)
     check_packed(steep, laws=[law], features={"lse"}, n=5, **sizes)  # it is not asked of who has none
-
-
-def test_decoding_laws_catch_windows_and_large_pages() -> None:
-    def narrow(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, *, block_table: Any = None, **options: Any) -> Any:
-        if options.get("window") and options["window"][1]:
-            options["window"] = (options["window"][0], options["window"][1] - 1)
-        if block_table is not None and k.shape[2] >= 128:
-            v = -v
-        return attention_decode(q, k, v, lens, block_table=block_table, **options)
-
-    for law in (decoding.the_right_side_of_a_window_is_counted, decoding.paged_is_contiguous):
-        check_decode(attention_decode, laws=[law], n=5)
-        with pytest.raises(AssertionError, match=r"in Case"):
-            check_decode(narrow, laws=[law], n=50, shrink=False)
-
-
-def test_decoding_laws_catch_another_default_and_another_out_without_lse() -> None:
-    def open_to_all(*args: Tensor, causal: bool = False, **options: Any) -> Any:
-        return attention_decode(*args, causal=causal, **options)
-
-    def doubled(*args: Tensor, return_lse: bool = False, **options: Any) -> Any:
-        return (
-            attention_decode(*args, return_lse=True, **options)
-            if return_lse
-            else 2 * attention_decode(*args, **options)
-        )
-
-    for name, wrong in (("causal_is_the_default", open_to_all), ("lse_is_only_told", doubled)):
-        (law,) = (law for law in decoding.DECODE_LAWS if law.__name__ == name)
-        with pytest.raises(AssertionError, match=r"in Case"):
-            check_decode(wrong, laws=[law], n=30, shrink=False)
 
 
 def test_no_keys_need_no_gradient() -> None:
@@ -138,11 +104,6 @@ def test_sizes_that_are_none_are_named(options, text):
             ask(attention_reference, n=1, **options)
 
 
-def test_decoding_has_no_features():
-    with pytest.raises(ValueError, match="features: is no size"):
-        check_decode(attention_decode, features={"causal"})
-
-
 def test_who_has_an_lse_must_give_it():
     def silent(attention):
         return lambda *args, **options: (attention(*args, **options)[0], None)
@@ -176,16 +137,6 @@ def test_what_is_no_result_is_named(result):
 def test_a_gpu_that_is_not_there_is_no_broken_law():
     with pytest.raises(ValueError, match=r"^device: must be one of this machine that holds numbers; got 'cuda'"):
         check(attention_reference, n=1, device="cuda")
-
-
-def test_decoding_without_a_token_is_no_problem():
-    with pytest.raises(ValueError, match=r"^max_len: must be an int from 1 up; got 0"):
-        check_decode(attention_decode, n=1, max_len=0)
-
-
-def test_decoding_in_float64_passes():
-    """Whose parts merge by an lse of float32."""
-    check_decode(attention_decode, n=10, laws=DECODE_LAWS, dtypes=[torch.float64], max_dim=16, max_len=20, shrink=False)
 
 
 def test_a_pair_that_nobody_asked_for_is_named():

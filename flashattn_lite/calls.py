@@ -60,7 +60,8 @@ def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]
         return q.new_empty(total, problem.heads_q, dim_v), lse
     batch, heads, len_q = problem.batch, problem.heads_q, problem.len_q
     lse = q.new_empty(batch, heads, len_q, dtype=torch.float32)
-    if not unless_known(q.stride(1) >= q.stride(2)):
+    heads_apart = q.stride(1) >= q.stride(2)
+    if heads_apart is not True and not unless_known(heads_apart):
         # Not as a view of what lies so, which could not be written to in place later.
         return q.new_empty_strided((batch, heads, len_q, dim_v), (len_q * heads * dim_v, dim_v, heads * dim_v, 1)), lse
     return q.new_empty(batch, heads, len_q, dim_v), lse
@@ -145,7 +146,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
         v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
         q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, options, *map(type, options),
     )  # fmt: skip
-    key += tuple(map(metadata, optional))
+    key += tuple([x if x is None else metadata(x) for x in optional])
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
     return (*key, takes_tf32()) if q.dtype == torch.float32 else key
 
@@ -157,7 +158,12 @@ def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
 
 def recorded(tensors: tuple[Any, ...]) -> bool:
     """Autograd records a call with these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for x in tensors:  # noqa: SIM110 - in every call, and any() takes twice as long
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:

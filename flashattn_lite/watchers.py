@@ -14,6 +14,15 @@ from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
 
+try:  # by their names alone, because every call asks
+    from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import peek_interpreter_stack
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+except ImportError:  # a torch that names these otherwise: everything may look on, so the op is seen
+
+    def _is_tracing() -> bool:
+        return True
+
 
 def transformed(x: Tensor) -> bool:
     """Whether a transform of torch.func stands for x."""
@@ -62,21 +71,18 @@ def batched(x: Tensor) -> bool:
 
 def watched() -> bool:
     """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
-    try:
-        if forward_ad._current_level >= 0 or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
-            return True
-        if torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0:  # a tracer ahead of autograd, counted apart
-            return True
-        if torch._C._len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
-            return True
-        return torch._C._functorch.peek_interpreter_stack() is not None
-    except AttributeError:  # a torch that names these otherwise: let everything see the op
+    if forward_ad._current_level >= 0 or _is_tracing() or _len_torch_dispatch_stack() > 0:
         return True
+    if _len_torch_dispatch_stack_pre_dispatch() > 0:  # a tracer ahead of autograd, counted apart
+        return True
+    if _len_torch_function_stack() > 0 and any(map(looks_on, function_modes())):
+        return True
+    return peek_interpreter_stack() is not None
 
 
 def function_modes() -> Iterator[Any]:
     """The active modes that see calls of torch's functions."""
-    return (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return (torch._C._get_function_stack_at(i) for i in range(_len_torch_function_stack()))
 
 
 def looks_on(mode: Any) -> bool:

@@ -219,7 +219,10 @@ class Call:
             behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
         lent = self.lend(inputs, states[2])
         arguments = self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device))
-        start_all([(self.start, arguments), *behind])
+        if behind:
+            start_all([(self.start, arguments), *behind])
+        else:
+            self.start(arguments)
         self.descriptors.take_back(lent)
 
 

@@ -228,8 +228,8 @@ def replace_sdpa() -> Iterator[Report]:
     - torch's MultiheadAttention where it is asked for weights, as it is by default (pass need_weights=False), and it
       and TransformerEncoder in evaluation without gradients, where torch runs a kernel for the whole layer
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
-    - modes and tensor classes whose `__torch_function__` looks torch's function up in a table made before, since `func`
-      is now ours, and all of these in compiled code. Others are asked as usual.
+    - modes and tensor classes whose `__torch_function__` compares `func` with torch's function, as a table made before
+      does: they are asked with ours, and do not know it. In compiled code none is asked.
     What torch serves and ours refuses, head dims past 256 say (an image decoder's), must run outside.
     A model that checkpoints activations calls the function again in its backward pass: run that inside too.
     Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is

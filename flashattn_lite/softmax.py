@@ -42,9 +42,9 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Cost: one read and one write of x on NVIDIA GPUs from sm_80 on, for rows of up to 1.3 million elements of 4 bytes or
     3.2 million of 2 (on an H200), at any alignment. On other GPUs, and where a row's elements lie apart, rows of up to
-    2^18 elements are read twice, the second time from the L2 cache if that holds them. Longer rows, and rows of more
-    than 512 elements that lie side by side (stride 1 from row to row), take two reads and one write, in two launches.
-    On a CPU it is torch's softmax and a second division.
+    2048 elements (at 16-byte addresses 32768) are read once, of up to 2^18 twice, the second time from the L2 cache if
+    that holds them. Longer rows, and rows of more than 512 elements that lie side by side (stride 1 from row to row),
+    take two reads and one write, in two launches. On a CPU it is torch's softmax and a second division.
 
     Raises:
         TypeError: x is not a dense real tensor of these dtypes, or dim is no int.

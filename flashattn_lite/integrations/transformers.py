@@ -34,11 +34,11 @@ def register(name: str = "attn_lite") -> None:
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys.
-    Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by positions
-    that start anew, in models that hand them to their masks (then transformers makes one of all pairs, beside a cache
-    none). Beside a cache chunks (Llama 4) are counted from the row's start: pack with `use_cache=False` there. Keys
-    that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
-    keys are read still.
+    Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids
+    that start anew, if the model hands them to its masks: transformers then makes a mask of all pairs, but none beside
+    a cache, where such sequences are not kept apart. Beside a cache chunks (Llama 4) are counted from the row's start:
+    pack with `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a
+    mask, as for torch's function: all keys are read still.
 
     Raises:
         ImportError: transformers is not there, or older than 5.

@@ -35,8 +35,9 @@ from flashattn_lite.target import Target
 #                  32k, 32 / 8        381.4 401.2 377.6; 407.3    4k, 8 / 1   30.9  42.9  43.0;  22.1
 #       1024 rows, 16k, 32 / 8        391.6 369.9 376.3; 398.6        8 / 1  116.8 108.0 151.0; 111.4
 #   64:  512 rows   8k, 32 / 8         72.3  73.3  87.4;  81.9  4 x 32 / 8   275.9 275.7 290.7; 309.0
-# Parts of heads of 256 are always tasks: 512 rows of 8k, two sequences of 16 / 4 heads of 256 238.7 226.0 177.0; 199.3,
-# one 115.4 106.9 154.8; 103.7. So at 8192 keys there, where few heads gain most and many lose least.
+# Parts of more than 64 rows a key/value head of 256 columns are always tasks: 512 rows of 8k, two sequences of 16 / 4
+# heads of 256 238.7 226.0 177.0; 199.3, one 115.4 106.9 154.8; 103.7. So at 8192 keys there, where few heads gain most
+# and many lose least.
 HOPPER_SPLITS = ((128, 1024, 256), (256, 2048, 256), (512, 2048, 128), (512, 8192, 256), (1024, 4096, 128))
 # Up to so many rows of a head parts have the tile of short causal sequences, of more that of the longest: 512 rows of
 # 16k and 32k, 32 / 8 heads of 128 218 206, 423 393 us (H100). Heads of 64 have one of their own there: 32k, 8 / 1 heads

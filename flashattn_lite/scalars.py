@@ -28,6 +28,7 @@ def is_int(x: object) -> bool:
 
 
 def is_numpys(x: object) -> bool:
+    """An array or a number of NumPy, which need not be imported for it."""
     return type(x).__module__ == "numpy"
 
 

@@ -100,6 +100,19 @@ def test_statistics_of_any_split(kernel_device: torch.device, tile: SoftmaxTile)
         torch.testing.assert_close(l_i.double(), l_whole, rtol=8 * EPS, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("cols", [47, 48, 49])
+def test_a_row_that_ends_a_word_before_a_tile_takes_no_other(
+    kernel_device: torch.device,  # noqa: F811
+    cols: int,
+    dtype: torch.dtype,
+) -> None:
+    x = torch.zeros(3, cols, dtype=dtype, device=kernel_device)
+    x[1:] = 9
+    m, l_i = stats(x, SoftmaxTile(1, 16, 4))
+    assert m[:, 0].tolist() == [0, 9, 9] and l_i[:, 0].tolist() == [cols] * 3
+
+
 @pytest.mark.parametrize("tile", [TILES[0], TILES[2], SWEEPS[1]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_that_lie_anywhere(kernel_device: torch.device, tile: SoftmaxTile, dtype: torch.dtype) -> None:  # noqa: F811

@@ -241,3 +241,25 @@ def test_shapes_that_it_does_not_take_say_why(hopper_device):
     with pytest.raises(BackendError, match=r"rows of whole 16-byte pieces.*head dim 20"):
         fa.attention(x, x, x, backend="hopper")
     assert fa.explain(x, x, x).backend == "triton"
+
+
+def test_sinks_beside_which_a_row_weighs_nothing_hide_no_infinity(hopper_device):
+    """Infinities are counted by weights of 1, of which the sink's part must not be taken."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, n, 64, generator=generator).half().to(hopper_device) for h, n in ((2, 16), (1, 140), (1, 140))
+    )
+    v[:, :, 5, 3], v[:, :, 40, 5] = math.inf, -math.inf
+    sinks = torch.tensor([40.0, 1.0], device=hopper_device)
+    out = fa.attention(q, k, v, sinks=sinks, backend="hopper")
+    exact = attention_reference(q.double(), k.double(), v.double(), sinks=sinks)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+def test_a_copied_mask_of_one_entry_serves_the_batch(hopper_device):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1, n, 64, generator=generator).bfloat16().to(hopper_device) for n in (100, 128, 128))
+    mask = torch.randn(1, 1, 100, 128, generator=generator).bfloat16().to(hopper_device)
+    out = fa.attention(q, k, v, mask=mask, backend="hopper")
+    exact = attention_reference(q.double(), k.double(), v.double(), mask=mask.double())
+    torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6)

@@ -110,8 +110,7 @@ def attention(
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
     done = _recall(tensors, *rest)
     if done is None:
-        rest = tuple(map(from_array, rest))
-        _check_attention(tensors, *rest)
+        rest = _checked(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
 
@@ -189,22 +188,27 @@ def attention_varlen(
     # On a CPU the values of cu_seqlens are checked too.
     done = _recall(tensors, *rest) if isinstance(q, Tensor) and q.is_cuda else None
     if done is None:
-        rest = tuple(map(from_array, rest))
-        _check_packed(tensors, *rest)
+        rest = _checked_packed(tensors, *rest)
         done = ops.call(_arguments(tensors, *rest))
     return done if return_lse else done[0]
 
 
-def _check_attention(tensors: tuple[Any, ...], *rest: Any) -> None:
+def _checked(tensors: tuple[Any, ...], *rest: Any) -> tuple[Any, ...]:
+    """The options, as numbers, once every argument has passed the door."""
     q, k, v, *_ = tensors
+    rest = tuple(map(from_array, rest))
     arguments.check_dense(q, k, v)
     _check_others(tensors, q.shape[0], *rest)
+    return rest
 
 
-def _check_packed(tensors: tuple[Any, ...], *rest: Any) -> None:
+def _checked_packed(tensors: tuple[Any, ...], *rest: Any) -> tuple[Any, ...]:
+    """The same of packed sequences."""
     q, k, v, _, _, _, cu_seqlens_q, cu_seqlens_k = tensors
+    rest = tuple(map(from_array, rest))
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest[5:7])
     _check_others(tensors, cu_seqlens_q.shape[0] - 1, *rest)
+    return rest
 
 
 def _check_others(
@@ -275,9 +279,7 @@ def explain(
     arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, mask, sinks, kv_lens, None, None)
     rest = (causal, q_start, window, scale, softcap, None, None, backend)
-    rest = tuple(map(from_array, rest))
-    _check_attention(tensors, *rest)
-    return _explained(tensors, *rest)
+    return _explained(tensors, *_checked(tensors, *rest))
 
 
 def explain_varlen(
@@ -318,9 +320,7 @@ def explain_varlen(
     arguments.check_flag("return_lse", return_lse)
     tensors = (q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k)
     rest = (causal, q_start, window, scale, softcap, max_seqlen_q, max_seqlen_k, backend)
-    rest = tuple(map(from_array, rest))
-    _check_packed(tensors, *rest)
-    return _explained(tensors, *rest)
+    return _explained(tensors, *_checked_packed(tensors, *rest))
 
 
 def _explained(tensors: tuple[Any, ...], *rest: Any) -> dispatch.Explanation:

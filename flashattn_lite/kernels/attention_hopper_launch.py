@@ -219,10 +219,7 @@ class Call:
             behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
         lent = self.lend(inputs, states[2])
         arguments = self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device))
-        if behind:
-            start_all([(self.start, arguments), *behind])
-        else:
-            self.start(arguments)
+        start_all([(self.start, arguments), *behind])
         self.descriptors.take_back(lent)
 
 

@@ -155,7 +155,7 @@ def _recall(op: str, x: Tensor, dim: int) -> Any:
     if key not in _ready:
         remember(_ready, key, _prepared(op, x, dim))
         return None  # this call is checked
-    return _ready[key]
+    return _ready.get(key)  # None too where another thread has just made room by forgetting all
 
 
 def _prepared(op: str, x: Tensor, dim: int) -> Any:

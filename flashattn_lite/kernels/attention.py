@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.attention_tiles import (
+    Shape,
     factor,
     load_tile,
     mask_of,
@@ -48,20 +49,9 @@ from flashattn_lite.kernels.device.state import (
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Compile-time shape of one program: what a problem fixes, and what tuning chose for it."""
+class Tile(Shape):
+    """Of the forward: queries are its own rows, keys those that it streams."""
 
-    BLOCK_M: int  # query rows
-    BLOCK_N: int  # keys
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PRODUCTS: str  # of float32: "ieee", "tf32", or "parts" in bfloat16 (device/products.py)
-    MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
-    MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
-    TMA: bool  # K and V arrive as tensor descriptors
     RELOAD: bool  # flags of failed rows go through memory: Triton 3.6 for sm_100 can't reduce what comes from acc twice
 
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.device.products import parts, product, product_of_any
 from flashattn_lite.kernels.device.scores import add_mask, scaled, visible
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Compile-time shape of one program of any of them: what a problem fixes, and what tuning chose for it."""
+
+    BLOCK_M: int  # rows that it owns: of queries, or in the backward of keys; of a mask's gradient
+    BLOCK_N: int  # rows of a tile that it streams; keys of a mask's gradient
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int  # HEAD_DIM as the power of two that the matrix unit takes
+    BLOCK_DV: int
+    GROUP: int  # query heads of one key/value head
+    PRODUCTS: str  # of float32: "ieee", "tf32", or "parts" in bfloat16 (device/products.py)
+    MASK_ROWS: bool  # the mask has a row for each query, not one for all of a head
+    MASK_ALIGN: int  # its keys that one load may take, see `mask_align`
+    TMA: bool  # what is streamed arrives as tensor descriptors
 
 
 @triton.jit

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.attention_tiles import (
+    Shape,
     factor,
     foremost,
     load_factor,
@@ -54,24 +55,13 @@ ALMOST_0: tl.constexpr = tl.constexpr(2.0**-100)  # log2 l of such a row where l
 
 
 @dataclass(frozen=True)
-class BackwardTile:
-    """Compile-time shape of one program of backward_kernel."""
+class BackwardTile(Shape):
+    """Of backward_kernel; with TMA c and d are tensor descriptors, float32 in parts as those of parts, a and b too."""
 
     KEYS: bool  # it owns keys of a key/value head and streams the queries of the head's group; else the reverse
     MAKES_A: bool  # the gradient of a
     MAKES_B: bool  # the gradient of b, where it owns keys
     SEEN: Features  # as its own rows see what it streams: of keys, left and right change places
-    BLOCK_M: int  # rows that it owns
-    BLOCK_N: int  # rows of a tile that it streams
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PRODUCTS: str  # this and the next two as the forward's Tile has them
-    MASK_ROWS: bool
-    MASK_ALIGN: int
-    TMA: bool  # c and d arrive as tensor descriptors; float32 in parts as those of parts, a and b too
     CAREFUL: bool = False  # the launch that does again what failed
 
     @property

@@ -14,27 +14,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from flashattn_lite.kernels.attention_tiles import foremost, load_factor, mask_of, sequence, times, transposed
+from flashattn_lite.kernels.attention_tiles import Shape, foremost, load_factor, mask_of, sequence, times, transposed
 from flashattn_lite.kernels.backward import not_finite, numbers_of, weights_of
 from flashattn_lite.problem import Features
 
 
 @dataclass(frozen=True)
-class MaskTile:
-    """Compile-time shape of one program of mask_kernel."""
+class MaskTile(Shape):
+    """Of mask_kernel; with TMA q, k, v and dO are tensor descriptors, of float32 in parts as those of parts."""
 
     SEEN: Features
-    BLOCK_M: int  # query rows
-    BLOCK_N: int  # keys
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BLOCK_D: int
-    BLOCK_DV: int
-    GROUP: int  # query heads of one key/value head
-    PRODUCTS: str  # this and the next two as the forward's Tile has them
-    MASK_ROWS: bool
-    MASK_ALIGN: int
-    TMA: bool  # q, k, v and dO arrive as tensor descriptors, of float32 in parts as those of parts
     ALL_ROWS: bool  # the mask has one row for all queries
 
     KEYS = False  # as the backward's Tile has it: queries are the rows of its products

@@ -192,13 +192,12 @@ def attention_decode(
     tensors, given = (q, k_cache, v_cache, kv_lens, block_table, sinks), (causal, window, scale, softcap, backend)
     done = _recall(tensors, given)
     if done is None:
-        options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
-        done = _at_once(tensors, given, (*options, backend))
+        options = _checked(tensors, given)
+        done = _at_once(tensors, given, options)
         if done is None:
             flops.teach()
-            done = attention_decode_op(*tensors, *options, backend)
-    out, lse = done
-    return (out, lse) if return_lse else out
+            done = attention_decode_op(*tensors, *options)
+    return done if return_lse else done[0]
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -263,29 +262,18 @@ def explain_decode(
         'tiled'
     """
     arguments.check_flag("return_lse", return_lse)
-    options = _checked(q, k_cache, v_cache, kv_lens, block_table, causal, window, scale, softcap, sinks, backend)
-    tensors = map(bare, (q, k_cache, v_cache, kv_lens, block_table, sinks))
-    inputs, problem = problem_of(*tensors, *options)
+    tensors = (q, k_cache, v_cache, kv_lens, block_table, sinks)
+    options = _checked(tensors, (causal, window, scale, softcap, backend))
+    inputs, problem = problem_of(*map(bare, tensors), *options[:-1])
     chosen, target = dispatch.choose(problem, inputs, backend, BACKENDS), targets.of(problem.device)
     tile = chosen.tile(problem, inputs, target)
     return dispatch.Explanation(chosen.name, tile, target, dispatch.reasons(problem, inputs, BACKENDS))
 
 
-def _checked(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_lens: Tensor,
-    block_table: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    backend: str,
-) -> tuple[Any, ...]:
-    """The number options in the op's order, once every argument has passed the door."""
-    window, scale, softcap = map(from_array, (window, scale, softcap))
+def _checked(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options in the op's order, as numbers, once every argument has passed the door."""
+    (q, k_cache, v_cache, kv_lens, block_table, sinks), (causal, *numbers, backend) = tensors, given
+    window, scale, softcap = map(from_array, numbers)
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
     arguments.check_no_tangent(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)
@@ -293,4 +281,4 @@ def _checked(
     dispatch.check_backend(backend, BACKENDS)
     left, right = map(as_int64, window or (None, None))
     scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
-    return causal, left, right, scale, softcap
+    return causal, left, right, scale, softcap, backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -41,15 +42,7 @@ class SplitTriton(dispatch.Split):
 class Tiled(dispatch.Tiled):
     """Plain torch on any device. Pages are gathered for one sequence at a time, so that memory stays linear."""
 
-    def prepare(
-        self,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        target: Target,
-        table: Tensor | None = None,
-    ) -> dispatch.Run:
+    def prepare(self, problem: AttentionProblem, *given: Any) -> dispatch.Run:
         return functools.partial(self.forward, problem)
 
     def forward(
@@ -72,4 +65,4 @@ class Tiled(dispatch.Tiled):
             tiled.forward(replace(problem, batch=1, len_k=k.shape[2]), alone, out[one], lse[one])
 
 
-BACKENDS: tuple[Hopper | SplitTriton | Tiled, ...] = (Hopper(), SplitTriton(), Tiled())
+BACKENDS: tuple[dispatch.Backend, ...] = (Hopper(), SplitTriton(), Tiled())

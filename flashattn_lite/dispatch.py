@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,8 +25,10 @@ class Backend(Protocol):
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]: ...
 
+    def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any: ...
 
-AnyBackend = TypeVar("AnyBackend", bound=Backend)
+    def prepare(self, problem: AttentionProblem, *given: Any) -> Run:
+        """What fills out and lse. given: inputs, out, lse, target and, of a cache, its block table or None."""
 
 
 class Kernels:
@@ -39,7 +42,6 @@ class Kernels:
         return self.launcher().config_of(problem, inputs, target)
 
     def prepare(self, *given: Any) -> Run:
-        """given: problem, inputs, out, lse, target and, of a cache, its block table or None."""
         run: Run = self.launcher().prepare(*given)
         return run
 
@@ -114,11 +116,11 @@ class Tiled:
     def tile(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> Any:
         return tiled.tile_of(problem)
 
-    def prepare(self, problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Run:
-        return lambda inputs, out, lse: tiled.forward(problem, inputs, out, lse)
+    def prepare(self, problem: AttentionProblem, *given: Any) -> Run:
+        return functools.partial(tiled.forward, problem)
 
 
-BACKENDS: tuple[Split | Hopper | Triton | Tiled, ...] = (Split(), Hopper(), Triton(), Tiled())
+BACKENDS: tuple[Backend, ...] = (Split(), Hopper(), Triton(), Tiled())
 
 
 def check_backend(backend: object, backends: Sequence[Backend] = BACKENDS) -> None:
@@ -139,7 +141,7 @@ def reasons(problem: AttentionProblem, inputs: Inputs, backends: Sequence[Backen
     return {backend.name: backend.why_not(problem, inputs, target) for backend in backends}
 
 
-def choose(problem: AttentionProblem, inputs: Inputs, backend: str, backends: Sequence[AnyBackend]) -> AnyBackend:
+def choose(problem: AttentionProblem, inputs: Inputs, backend: str, backends: Sequence[Backend]) -> Backend:
     """The named backend, or for "auto" the first without a reason against it. Never falls back from a name."""
     target = targets.of(problem.device)
     for candidate in backends:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,8 +54,29 @@ def needs(*features: str) -> Callable[[Law], Law]:
     return mark
 
 
+class AnyCase:
+    """What a dense and a packed case share."""
+
+    seed: int
+
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults: an attention needs to know only those."""
+        values = {name: getattr(self, name, None) for name in OPTIONS}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def generator(self) -> torch.Generator:
+        """What a law draws with; on the CPU, so that every device sees the same numbers."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis prints a failing case with it
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Case:
+class Case(AnyCase):
     """The arguments of one call of `attention`, as there. `seed` feeds what a law draws by itself."""
 
     q: Tensor
@@ -71,14 +92,6 @@ class Case:
     kv_lens: Tensor | None = None
     seed: int = 0
     note: str = ""  # how the numbers and strides were made
-
-    def options(self) -> dict[str, Any]:
-        """The options that differ from their defaults: an attention needs to know only those."""
-        values = {name: getattr(self, name) for name in OPTIONS}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
-    def replace(self, **changes: Any) -> Case:
-        return dataclasses.replace(self, **changes)
 
     def map_kv(self, change: Callable[[Tensor], Tensor]) -> Case:
         """The same change made to k and v."""
@@ -149,10 +162,6 @@ class Case:
     def contiguous(self) -> Case:
         return self.replace(**contiguous_copies(self, (*TENSORS, "mask")))
 
-    def generator(self) -> torch.Generator:
-        """What a law draws with; on the CPU, so that every device sees the same numbers."""
-        return torch.Generator().manual_seed(self.seed)
-
     def integer(self, low: int, high: int, salt: int = 0) -> int:
         """An integer of [low, high], the same for the same seed and salt."""
         generator = torch.Generator().manual_seed(self.seed + 7919 * (salt + 1))
@@ -163,12 +172,9 @@ class Case:
         parts += [f"{name}={_show(value)}" for name, value in self.options().items()]
         return f"Case({', '.join(parts)}, seed={self.seed}, {self.note or 'made by hand'})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # hypothesis prints a failing case with it
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedCase:
+class PackedCase(AnyCase):
     """The arguments of one call of `attention_varlen`; shapes and meaning as there."""
 
     q: Tensor
@@ -185,13 +191,6 @@ class PackedCase:
     kv_lens: Tensor | None = None
     seed: int = 0
     note: str = ""
-
-    def options(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in OPTIONS if hasattr(self, name)}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
-    def replace(self, **changes: Any) -> PackedCase:
-        return dataclasses.replace(self, **changes)
 
     def sequences(self) -> list[tuple[slice, slice]]:
         """The rows of q and of k that belong to each sequence."""
@@ -221,12 +220,6 @@ class PackedCase:
         lens = f"cu_seqlens_q={self.cu_seqlens_q.tolist()}, cu_seqlens_k={self.cu_seqlens_k.tolist()}"
         parts = [f"{name}={_show(getattr(self, name))}" for name in names]
         return f"PackedCase({', '.join(parts)}, {lens}, seed={self.seed}, {self.note or 'made by hand'})"
-
-    def generator(self) -> torch.Generator:
-        """As a Case's."""
-        return torch.Generator().manual_seed(self.seed)
-
-    _repr_pretty_ = Case._repr_pretty_
 
 
 def _show(value: object) -> str:

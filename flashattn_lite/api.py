@@ -217,8 +217,7 @@ def _check_others(
     q, k, v, mask, sinks, kv_lens, _, _ = tensors
     arguments.check_no_tangent(q=q, k=k, v=v, mask=mask, sinks=sinks)
     arguments.check_options(causal=causal, q_start=q_start, window=window, scale=scale, softcap=softcap)
-    if mask is not None:
-        check_mask(mask, q, k.shape[2])
+    check_mask(mask, q, k.shape[2])
     arguments.check_sinks(sinks, q)
     arguments.check_kv_lens(kv_lens, q, batch)
     dispatch.check_backend(rest[-1])

@@ -30,14 +30,13 @@ def check_float_tensor(name: str, x: object) -> None:
         raise type_error(name, "dtype must be float16, bfloat16, float32 or float64", x, "Cast it first.")
 
 
-def check_strided(name: str, x: Tensor, remedy: str = "Call .to_dense().") -> None:
+def check_strided(name: str, x: Tensor) -> None:
     if distributed(x):
         remedy = "Call with .to_local() where whole heads or sequences are local, and wrap what comes with from_local."
         raise not_implemented(name, "distributed tensors (DTensor) are not implemented", x, remedy)
-    if x.is_nested:
-        remedy = "Pad it with torch.nested.to_padded_tensor, or pack its sequences for attention_varlen."
     if x.is_nested or x.layout != torch.strided:
-        raise type_error(name, "must be a dense strided tensor", x, remedy)
+        pad = "Pad it with torch.nested.to_padded_tensor, or pack its sequences for attention_varlen."
+        raise type_error(name, "must be a dense strided tensor", x, pad if x.is_nested else "Call .to_dense().")
 
 
 def readable(x: Tensor) -> bool:

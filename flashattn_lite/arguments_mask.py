@@ -11,21 +11,21 @@ from flashattn_lite.arguments import FLOAT_DTYPES, check_device, check_strided
 from flashattn_lite.errors import type_error, value_error
 
 
-def check_mask(mask: object, q: Tensor, len_k: int, name: str = "mask") -> None:
+def check_mask(mask: object, q: Tensor, len_k: int) -> None:
     """Bool or float, broadcastable to [B, Hq, L, S]."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise type_error(name, "must be a torch.Tensor or None", mask, mask_remedy(mask))
+        raise type_error("mask", "must be a torch.Tensor or None", mask, mask_remedy(mask))
     if is_causal_bias(mask):
         remedy = "Pass causal=True, with q_start=0 for the upper left."
-        raise type_error(name, "must hold its values", f"a {type(mask).__name__}", remedy)
-    check_strided(name, mask)
+        raise type_error("mask", "must hold its values", f"a {type(mask).__name__}", remedy)
+    check_strided("mask", mask)
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         rule = "dtype must be bool (True = visible) or a float that is added"
-        raise type_error(name, rule, mask, mask_remedy(mask))
-    check_device(name, mask, q)
-    check_mask_shape(name, mask.shape, (*q.shape[:3], len_k), "(batch, heads_q, len_q, len_k)", mask)
+        raise type_error("mask", rule, mask, mask_remedy(mask))
+    check_device("mask", mask, q)
+    check_mask_shape("mask", mask.shape, (*q.shape[:3], len_k), "(batch, heads_q, len_q, len_k)", mask)
 
 
 def check_mask_shape(name: str, shape: Sequence[int], full: Sequence[int], axes: str, given: Tensor | None) -> None:

@@ -67,11 +67,6 @@ def allocate(problem: AttentionProblem, inputs: Inputs) -> tuple[Tensor, Tensor]
     return q.new_empty(batch, heads, len_q, dim_v), lse
 
 
-def attention(args: Arguments) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call with real tensors."""
-    return run(prepared(args), args)
-
-
 def run(ready: Ready, args: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call that was prepared for this metadata."""
     inputs = Inputs(*args[:NUM_TENSORS])

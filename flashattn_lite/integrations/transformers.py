@@ -18,8 +18,6 @@ from flashattn_lite.integrations.packing import check_packing, kept_apart, packe
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)
 OTHER_IMPLEMENTATION = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
-# What some models hand to a function by another name than "eager" and "sdpa": without it the result is another.
-UNKNOWN = {"sinks": "sinks that differ from query to query are not implemented"}
 # By model_type: models that torch's function is not for (no soft caps, no sinks), whose modules say if they are causal.
 SAY_CAUSAL = ("gemma2", "gpt_oss")
 _functions: dict[type, str] = {}
@@ -183,9 +181,9 @@ def attention_forward(
     if others.get("output_attentions"):
         remedy = 'Load the model with attn_implementation="eager" for them.'
         raise not_implemented("output_attentions", "the weights are never held", True, remedy)
-    for argument, relation in UNKNOWN.items():
-        if others.get(argument) is not None:
-            raise not_implemented(argument, relation, others[argument], OTHER_IMPLEMENTATION)
+    if others.get("sinks") is not None:  # which some models hand to what is neither "eager" nor "sdpa"
+        relation = "sinks that differ from query to query are not implemented"
+        raise not_implemented("sinks", relation, others["sinks"], OTHER_IMPLEMENTATION)
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
         largest = max(query, value, key=lambda x: x.shape[-1])
         raise not_implemented("query", f"head dims go up to {MAX_HEAD_DIM}", largest, OTHER_IMPLEMENTATION)

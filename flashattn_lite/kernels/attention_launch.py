@@ -97,7 +97,7 @@ class Call:
         )
         blocks = num_m * problem.batch * problem.heads_q
         self.start = Starter(attention_kernel, blocks, options_of(config))
-        self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed and rows_q else None
+        self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
 
     def lend(self, inputs: Inputs) -> list[Any]:
         """k and v as the kernel takes them: their descriptors where TMA copies them."""

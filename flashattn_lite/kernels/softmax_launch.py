@@ -273,8 +273,6 @@ def processors(x: Tensor, target: Target) -> int:
 
 def launch(x: Tensor, results: Results, dim: int) -> None:
     """Fills results, as in `plan`. Rows that are spread over more than ROW_DIMS dimensions take several launches."""
-    if results[0].numel() == 0:
-        return
     with torch.cuda.device(x.device) if x.is_cuda else interpreted():
         planned = plan(x, results, dim)
         for kernel, grid, args, kwargs in planned or ():

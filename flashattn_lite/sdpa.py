@@ -216,7 +216,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool
         arguments.check_heads([x.shape[-3] for x in (q, k, v)], given, NAMES, "(..., heads, length, head_dim)")
     for name, x, came in ((nk, k, given[1]), (nv, v, given[2])):
         if not _broadcastable(q.shape[:-keep], x.shape[:-keep]):
-            heads = q.dim() > 2 and x.shape[-3] != q.shape[-3] and not enable_gqa
+            heads = not enable_gqa and not _broadcastable(q.shape[-3:-2], x.shape[-3:-2])
             remedy = "For grouped heads pass enable_gqa=True." if heads else "Make each 1 or as large as the other's."
             dims = "batch dims" if enable_gqa else "batch dims and heads"
             relation = f"{dims} must broadcast with query's {tuple(given[0].shape)}"

@@ -236,7 +236,7 @@ def test_a_bias_is_added_to_what_the_mask_leaves():
 def test_head_dims_beyond_ours_are_refused_with_what_a_model_can_do():
     q, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 257)
     with pytest.raises(
-        NotImplementedError, match=r"^query: head dims go up to 256; .*\(1, 2, 4, 257\).*Load the model"
+        NotImplementedError, match=r"^value: head dims go up to 256; .*\(1, 2, 4, 257\).*Load the model"
     ):
         integration.attention_forward(torch.nn.Module(), q, q, v, None)
 

@@ -59,6 +59,8 @@ REFUSED = {
     "lengths": (sdpa(value=Q[:, :, :4]), ValueError, "value: length must equal key's (5); got a tensor of shape"),
     "heads": (sdpa(key=K, value=K), ValueError, "key: batch dims and heads must broadcast with query's (2, 4, 5, 8);"
               " got a tensor of shape (2, 2, 7, 8), float32, on cpu. For grouped heads pass enable_gqa=True."),
+    "batches, of one head": (sdpa(key=torch.ones(3, 1, 7, 8), value=torch.ones(3, 1, 7, 8)), ValueError,
+                             "got a tensor of shape (3, 1, 7, 8), float32, on cpu. Make each 1 or as large as"),
     "rank": (sdpa(query=Q[0, 0, 0]), ValueError, "query: must have at least 2 dimensions (..., length, head_dim);"),
     "kind": (sdpa(query=None), TypeError, "query: must be a torch.Tensor; got None."),
 }  # fmt: skip

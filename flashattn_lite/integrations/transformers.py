@@ -184,9 +184,9 @@ def attention_forward(
     if others.get("sinks") is not None:  # which some models hand to what is neither "eager" nor "sdpa"
         relation = "sinks that differ from query to query are not implemented"
         raise not_implemented("sinks", relation, others["sinks"], OTHER_IMPLEMENTATION)
-    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
-        largest = max(query, value, key=lambda x: x.shape[-1])
-        raise not_implemented("query", f"head dims go up to {MAX_HEAD_DIM}", largest, OTHER_IMPLEMENTATION)
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[-1] > MAX_HEAD_DIM:
+            raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
     check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."

@@ -115,7 +115,7 @@ def functions_of(config: type) -> str:
             break
         beside = f"{package}.modeling_" if file.startswith("configuration_") else base.__module__
         modules = [x for name, x in list(sys.modules.items()) if name.startswith(beside) and x is not None]
-        classes = [x for module in modules for x in vars(module).values() if isinstance(x, type)]
+        classes = [x for module in modules for x in list(vars(module).values()) if isinstance(x, type)]
         models = [x for x in classes if hasattr(x, "_supports_sdpa")]
         own = [x for x in models if getattr(x, "config_class", None) is base]
         if beside != base.__module__:

@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 import flashattn_lite as fa
 from flashattn_lite import calls
 from flashattn_lite import target as targets
-from flashattn_lite.kernels import attention_launch, decode_launch
+from flashattn_lite.kernels import attention_launch, decode_launch, softmax_launch
+from flashattn_lite.kernels.tuning_softmax import SoftmaxTile
 from flashattn_lite.problem import Inputs, describe
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for everywhere: pages that nobody touches take no memory
@@ -91,3 +92,34 @@ def test_results(launch: Any, dim: int) -> None:
         launch.prepare(problem, inputs, out, lse, targets.of(out.device))(inputs, out, lse)
         made.append((out, lse))
     assert all(map(torch.equal, *made)) and not made[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("results", [1, 2], ids=["softmax", "statistics"])
+@pytest.mark.parametrize(
+    ("tile", "axis"),
+    [
+        (SoftmaxTile(4, 64, 4), 3),
+        (SoftmaxTile(4, 64, 4), 1),
+        (SoftmaxTile(1, 16, 4), 3),
+        (SoftmaxTile(2, 8, 4, steps=2), 2),
+        (SoftmaxTile(1, 8, 4, sweeps=True), 3),
+    ],
+    ids=str,
+)
+def test_softmax(tile: SoftmaxTile, axis: int, results: int, dim: int) -> None:
+    """Rows of one tile, shared by several programs, swept by one; along the last dimension and across."""
+    given = randn(*(39 if i == axis else 3 for i in range(4)))
+    made = []
+    for lay in (lambda x: x, lambda x: far(x, dim)):
+        empty = torch.full_like(given if results == 1 else given.narrow(axis, 0, 1), math.nan)
+        filled = tuple(lay(empty.clone()) for _ in range(results))
+        launches = softmax_launch.plan(lay(given), filled, axis, tile=tile)
+        assert launches is not None
+        with softmax_launch.interpreted():
+            for kernel, grid, args, kwargs in launches:
+                kernel[grid](*args, **kwargs)
+        made.append(filled)
+    for near, apart in zip(*made, strict=True):  # rows whose neighbours come to lie closer are summed in another order
+        torch.testing.assert_close(near, apart, rtol=1e-6, atol=0)
+        assert not near.isnan().any()

@@ -111,6 +111,16 @@ def in_two_chains() -> Iterator[Problem]:
             yield dict(q=q, k=k, v=v), {"causal": True, "sinks": torch.tensor([1.0, -2.0, 0.0])}
 
 
+def given_back_apart() -> Iterator[Problem]:
+    """Two chains beside which rings are so short that K is given back before V, of parts of three tiles and of two."""
+    q, k, v = (x.expand(5, -1, -1, -1).clone() for x in few_rows(128, 2, 40, 700))
+    lens = torch.tensor([700, 100, 100, 100, 100], dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        take_parts(patch, folded=True, chains=True)
+        patch.setattr(tuning_parts, "ONE_TILE_SPLIT", 192)
+        yield dict(q=q, k=k, v=v, kv_lens=lens), {"causal": True}
+
+
 def in_pages() -> Iterator[Problem]:
     """Pages shorter and longer than a tile, no whole tiles in all; sequences of few parts in room for many, or none."""
     for dim, page, folded in ((128, 16, False), (96, 128, True)):
@@ -151,7 +161,7 @@ def masked() -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
     "folded": folded, "in chains": in_chains, "in two chains": in_two_chains, "masked": masked, "in pages": in_pages,
-    "short": short,
+    "short": short, "given back apart": given_back_apart,
 }  # fmt: skip
 
 

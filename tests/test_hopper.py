@@ -263,3 +263,29 @@ def test_a_copied_mask_of_one_entry_serves_the_batch(hopper_device):
     out = fa.attention(q, k, v, mask=mask, backend="hopper")
     exact = attention_reference(q.double(), k.double(), v.double(), mask=mask.double())
     torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_what_v_holds_changes_no_other_column(dtype, hopper_device):
+    """To the bit: such rows are done again at the references of the first pass, which later scores pass by."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(hopper_device, dtype) for n in (100, 500, 500))
+    k *= torch.linspace(0.5, 3, 500, device=hopper_device)[:, None].to(dtype)
+    options = {"causal": True, "return_lse": True, "backend": "hopper"}
+    out, lse = fa.attention(q, k, v, **options)
+    v[:, :, 20, 0], v[:, :, 250, 1] = math.inf, math.nan
+    again, again_lse = fa.attention(q, k, v, **options)
+    assert not again[..., :2].isfinite().any()
+    assert torch.equal(again[..., 2:], out[..., 2:]) and torch.equal(again_lse, lse)
+
+
+def test_a_mask_hides_keys_that_are_nan(hopper_device):
+    """By -inf, which the first pass adds to what it hides."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).bfloat16().to(hopper_device) for n in (100, 200, 200))
+    mask = torch.randn(1, 1, 100, 200, generator=generator).to(hopper_device)
+    mask[..., 70] = -math.inf
+    exact = attention_reference(q.double(), k.double(), v.double(), mask=mask.double())
+    k[:, :, 70] = math.nan
+    out = fa.attention(q, k, v, mask=mask, backend="hopper")
+    torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-6)

@@ -111,6 +111,17 @@ def test_columns_that_overflow_only_as_a_sum_of_chains(hopper_device):
         assert result[0].isfinite().all()
 
 
+def test_sums_past_float32_stay_infinite_in_the_first_of_two_chains(hopper_device):
+    """By a weight of 0 beside the second, where one may become NaN."""
+    case = few_of(with_failures(torch.bfloat16, hopper_device))
+    q, k, v = case.q, torch.randn_like(case.k), torch.randn_like(case.v)
+    v[:, :, :128, :64] = 3e38
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, :, 900, 0] = 300
+    for result in assert_ways_agree(Case(q, k, v)):
+        assert result[0][..., :64].isposinf().all() and result[0][..., 64:].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "rows", "keys", "dim", "parts", "taken", "tiles"),
     [

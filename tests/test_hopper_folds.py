@@ -182,6 +182,33 @@ def test_columns_that_overflow_only_as_a_sum(chains, hopper_device):
     assert folded[0].isfinite().all()
 
 
+@pytest.mark.parametrize("chains", [False, True], ids=["one chain", "chains"])
+def test_sums_past_float32_stay_infinite_by_a_weight_of_0(chains, hopper_device, monkeypatch):
+    """Of the first part and the third, at their maximum too: scores of the second, or a sink, leave them no weight."""
+    case = with_failures(torch.bfloat16, hopper_device)
+    q, k, v = case.q[:, :, -40:].clone(), *(torch.randn_like(x[:, :, :400]) for x in (case.k, case.v))
+    v[:, :, :128, :64], v[:, :, 256:384, 64:96] = 3e38, 3e38
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, :, 200, 0] = 300
+    monkeypatch.setattr(tuning_parts, "ONE_TILE_SPLIT", 128)
+    sinks = torch.tensor([0.0, 3000.0, -math.inf, 1.0], device=hopper_device)
+    apart, folded = in_both_ways(Case(q, k, v, sinks=sinks), chains)
+    assert_same_bits(folded, apart, "parts that one block takes", None)
+    assert folded[0][..., :96].isposinf().all() and folded[0][..., 96:].isfinite().all()
+
+
+def test_a_consumer_passes_over_the_end_of_the_first_part(hopper_device):
+    """The first of two, whose rows see none of it: what lies behind is taken once."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 1, n, 128, generator=generator).to(hopper_device, torch.bfloat16) for n in (256, 300, 300)
+    )
+    case = Case(q, k, v, causal=True, q_start=0)
+    apart, folded = in_both_ways(case, chains=False)
+    assert_same_bits(folded, apart, "parts that one block takes", case)
+    assert_close_to_oracle(*folded, case)
+
+
 def test_chains_of_sequences_of_unequal_lengths(hopper_device):
     """Causal, where row tiles that have nothing to do are passed over at once."""
     generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,8 @@ store, its bytes arrive, each at some moment between the request and the wait fo
 that is being filled, holds RUBBISH. When nobody can go on, the run ends with who waits for what.
 
 An error is: a product used before it was waited for; an address outside of a tensor; shared memory that a thread wrote
-and asynchronous hardware reads with no fence between; an arrival too many; a copy still under way at a program's end.
+and asynchronous hardware reads, or overwrites, with no fence between; an arrival too many; a copy still under way at a
+program's end.
 The merge's programs, which wait for nobody, run many as one, by `torch.vmap` (`launch_as_one`).
 Not shown: layouts (Triton checks those when it compiles), warps within a role, registers, speed, the GPU's last bits.
 

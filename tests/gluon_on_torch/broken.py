@@ -78,6 +78,19 @@ BROKEN = {
         "hopper_folds", "    mbarrier.wait(bars.v_full.index(at), phase)\n", ""),
     "scores of the next part are used before they are there": (
         "hopper_folds", "warpgroup_mma_wait(T.V_PIECES, [s])", "warpgroup_mma_wait(T.V_PIECES + 1, [s])"),
+    "K of the next part is given back too early": (
+        "hopper_folds",
+        "    s = warpgroup_mma_wait(T.V_PIECES, [s])\n"
+        "    if T.APART:\n        mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n",
+        "    if T.APART:\n        mbarrier.arrive(bars.k_empty.index(k_at), count=1)\n"
+        "    s = warpgroup_mma_wait(T.V_PIECES, [s])\n"),
+    "V of the last part is given back too early": (
+        "hopper_folds",
+        "    acc = values_added(acc, T)\n    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(v_at), count=1)\n",
+        "    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(v_at), count=1)\n"
+        "    acc = values_added(acc, T)\n"),
+    "O that was done again leaves V's room with no fence": (
+        "hopper_again", "    fence_async_shared()\n    barrier()", "    barrier()"),
     "a part is folded where O leaves": (
         "hopper_folds", "    tma.store_wait(0)  # the last tile's O has left the room\n", ""),
     "parts that fail are not noticed": ("hopper_folds", "(over != 0) | is_bad(acc, T)", "(over != 0)"),
@@ -153,6 +166,8 @@ SHOWN_BY = {
         ),
         "in chains",
     ),
+    "K of the next part is given back too early": "given back apart",
+    "V of the last part is given back too early": "given back apart",
     "the second chain goes on from the first": "in two chains",
     "two chains wait in one room": "in two chains",
     "the first of two chains is left out": "in two chains",
@@ -173,6 +188,7 @@ SHOWN_BY = {
     "V is cleaned by each as if alone": "done again",
     "clean V is read with no fence": "done again",
     "O takes V's room too early": "done again",
+    "O that was done again leaves V's room with no fence": "done again",
     "rows that failed are not noticed": "done again",
     "a mask is read before it lands": "masked",
     "a mask is read from the room of the step before": "masked",

@@ -161,6 +161,7 @@ class Copy:
 class Load(Copy):
     def __init__(self, desc: Descriptor, at: list[Any], full: Barrier, buffer: Shared) -> None:
         super().__init__(desc, at, buffer)
+        assert not buffer.written.any(), "written with no fence behind it, and overwritten"
         self.full = full
         buffer.x.fill_(RUBBISH)
 

@@ -57,8 +57,8 @@ class Hopper(Kernels):
         return attention_hopper_launch
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        if target.triton:
-            return [target.triton]
+        if target.no_triton:
+            return [target.no_triton]
         if not target.hopper:
             return [f"it needs a Hopper GPU (sm_90a); these tensors are on {target.name}"]
         try:
@@ -80,7 +80,7 @@ class Triton(Kernels):
         return attention_launch
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        reasons: list[str] = [target.triton] if target.triton else self.launcher().why_not(problem, target)
+        reasons: list[str] = [target.no_triton] if target.no_triton else self.launcher().why_not(problem, target)
         return reasons
 
 
@@ -95,8 +95,8 @@ class Split(Kernels):
         return decode_launch
 
     def why_not(self, problem: AttentionProblem, inputs: Inputs, target: Target) -> list[str]:
-        if target.triton:
-            return [target.triton]
+        if target.no_triton:
+            return [target.no_triton]
         from flashattn_lite.kernels import tuning_parts
 
         reasons: list[str] = self.launcher().why_not_attention(problem, target)
@@ -166,8 +166,8 @@ def prepare(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor,
 def why_no_kernel(problem: AttentionProblem, inputs: Inputs, needs: tuple[bool, ...]) -> list[str]:
     """Why Triton's kernels would not make the gradients that are needed, of q, k, v, mask, sinks; empty: they would."""
     target = targets.of(problem.device)
-    if target.triton:
-        return [target.triton]
+    if target.no_triton:
+        return [target.no_triton]
     from flashattn_lite.kernels import backward_launch
 
     return backward_launch.why_not(problem, inputs, needs, target)

@@ -216,7 +216,7 @@ def _check_stats(a: Stats, b: Stats) -> None:
 def runs_triton(x: Tensor) -> bool:
     """Whether x runs the Triton kernels: on a GPU, or on the CPU in Triton's interpreter; float64 never does."""
     target = targets.of(x.device)
-    return x.dtype != torch.float64 and not target.triton and (x.is_cuda or target.interpreting)
+    return x.dtype != torch.float64 and not target.no_triton and (x.is_cuda or target.interpreting)
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:

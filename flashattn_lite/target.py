@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """`kind`: "cuda", "hip", "cpu"; `arch`: 90 for sm_90, "gfx942" for AMD; `triton`: why it can't be used, or ""."""
+    """`kind`: "cuda", "hip", "cpu"; `arch`: 90 for sm_90, "gfx942" for AMD; `no_triton`: why Triton can't be used."""
 
     kind: str
     arch: int | str
     name: str
-    triton: str = ""
+    no_triton: str = ""
     interpreting: bool = False
     multiprocessors: int = 1
 

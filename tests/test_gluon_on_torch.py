@@ -13,8 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 import flashattn_lite as fa
+from flashattn_lite import calls
 from flashattn_lite import target as targets
-from flashattn_lite.kernels import tuning_parts
+from flashattn_lite.kernels import attention_hopper_launch, tuning_dealt, tuning_parts
 from flashattn_lite.reference import attention_reference
 from flashattn_lite.testing.results import assert_same_bits
 from tests.exhaustive import also, quick
@@ -43,6 +44,14 @@ def usual() -> Iterator[Problem]:
 def passed_over() -> Iterator[Problem]:
     """Some consumers see nothing of the first tiles of keys, and the rings are short."""
     yield from in_halves(256, 260, 300, {"causal": True})
+
+
+def dealt_out() -> Iterator[Problem]:
+    """To three blocks: of the first's rows none sees the first two tiles of keys, which nobody else there uses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_ready", {})
+        patch.setattr(attention_hopper_launch, "dealt", tuning_dealt.dealt)
+        yield next(in_halves(64, 200, 2100, {"causal": True}))
 
 
 def far_ahead() -> Iterator[Problem]:
@@ -140,6 +149,12 @@ def short() -> Iterator[Problem]:
         yield dict(q=q, k=k, v=v, kv_lens=lens), {"causal": True}
 
 
+def packed() -> Iterator[Problem]:
+    """Two tiles of a sequence, the second of which ends where the next begins; O leaves by two rooms, or is padded."""
+    for tensors, options in itertools.chain(in_halves(256, 200, 100, {}), in_halves(72, 200, 100, {})):
+        yield {name: torch.cat([x, x.flip(2)]) for name, x in tensors.items()}, {**options, "packed": True}
+
+
 def few_rows(dim: int, heads: int, rows: int, keys: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     sizes = (heads, rows), (1, keys), (1, keys)
@@ -161,13 +176,22 @@ def masked() -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[], Iterator[Problem]]] = {
     "usual": usual, "passed over": passed_over, "far ahead": far_ahead, "done again": done_again, "in parts": in_parts,
     "folded": folded, "in chains": in_chains, "in two chains": in_two_chains, "masked": masked, "in pages": in_pages,
-    "short": short, "given back apart": given_back_apart,
+    "short": short, "given back apart": given_back_apart, "packed": packed,
+    "dealt out": dealt_out,
 }  # fmt: skip
 
 
-def answer(tensors: dict[str, Tensor], page: int | None = None, **options: object) -> tuple[Tensor, Tensor]:
-    """By the Hopper kernel; with `page` as a cache in pages."""
+def answer(
+    tensors: dict[str, Tensor], page: int | None = None, packed: bool = False, **options: object
+) -> tuple[Tensor, Tensor]:
+    """By the Hopper kernel; with `page` as a cache in pages, `packed` as sequences that lie behind one another."""
     given = {**options, "return_lse": True, "backend": "hopper"}
+    if packed:
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in tensors.values()]
+        batch, _, len_q, _ = tensors["q"].shape
+        starts = [torch.arange(batch + 1, dtype=torch.int32) * n for n in (len_q, tensors["k"].shape[2])]
+        out, lse = fa.attention_varlen(*rows, *starts, **given)
+        return out.unflatten(0, (batch, len_q)).transpose(1, 2), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
     if page is None:
         return fa.attention(**tensors, **given)
     k_pages, v_pages, table = pages_of(tensors["k"], tensors["v"], page)
@@ -177,7 +201,7 @@ def answer(tensors: dict[str, Tensor], page: int | None = None, **options: objec
 def check(*kinds: str, turns: int = 1) -> None:
     for tensors, options in itertools.chain.from_iterable(PROBLEMS[kind]() for kind in kinds * turns):
         out, lse = answer(tensors, **options)
-        options.pop("page", None)
+        options = {name: x for name, x in options.items() if name not in ("page", "packed")}
         wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
         exact, exact_lse = attention_reference(**wide, **options, return_lse=True)
         # Four bfloat16 eps for P and O that are rounded to it; float32 for lse. What breaks is a tile or more off.

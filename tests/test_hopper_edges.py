@@ -30,3 +30,13 @@ def test_who_sees_none_of_two_tiles_still_has_the_first_keys(hopper_device):
     q, k, v = (torch.randn(1, 1, 2048, 64, generator=generator).to(hopper_device, torch.float16) for _ in range(3))
     out, lse = fa.attention(q, k, v, causal=True, return_lse=True, backend="hopper")
     assert_close_to_oracle(out, lse, Case(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sequences_that_end_beside_the_border_of_a_tile(dim, hopper_device):
+    """A key before, at and after it: the keys behind theirs count for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.tensor([63, 64, 65, 127, 128, 129, 191], dtype=torch.int32, device=hopper_device)
+    q, k, v = (torch.randn(7, 1, n, dim, generator=generator).to(hopper_device, torch.bfloat16) for n in (20, 200, 200))
+    out, lse = fa.attention(q, k, v, kv_lens=lens, return_lse=True, backend="hopper")
+    assert_close_to_oracle(out, lse, Case(q, k, v, kv_lens=lens))

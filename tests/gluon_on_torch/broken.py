@@ -12,6 +12,14 @@ BROKEN = {
         "hopper_steps",
         "    if passed:\n        at, phase = stage(it, T)\n        mbarrier.wait(bars.v_full.index(at), phase)\n",
         "    if passed:\n        at, phase = stage(it, T)\n"),
+    "V of the first of two tiles that are passed over is not waited for": (
+        "hopper_steps",
+        "pass_over_v(i > 0, bars, it - 1, T)\n        mbarrier",
+        "pass_over_v(i > 1, bars, it - 1, T)\n        mbarrier"),
+    "V of the tile at hand is waited for, not of the one that is passed over": (
+        "hopper_steps",
+        "pass_over_v(i > 0, bars, it - 1, T)\n        mbarrier",
+        "pass_over_v(i > 0, bars, it, T)\n        mbarrier"),
     "Q is read before it lands": (
         "attention_hopper", "    mbarrier.wait(bars.q_full.index(q_at), q_phase)\n", ""),
     "scores are used before they are there": (
@@ -89,6 +97,15 @@ BROKEN = {
         "    acc = values_added(acc, T)\n    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(v_at), count=1)\n",
         "    if T.APART:\n        mbarrier.arrive(bars.v_empty.index(v_at), count=1)\n"
         "    acc = values_added(acc, T)\n"),
+    "V is given back too early by who does rows again": (
+        "hopper_again",
+        "        acc = values_added(acc, T)\n        if T.APART:\n"
+        "            mbarrier.arrive(bars.v_empty.index(at), count=1)\n",
+        "        if T.APART:\n            mbarrier.arrive(bars.v_empty.index(at), count=1)\n"
+        "        acc = values_added(acc, T)\n"),
+    "rows beside another sequence overwrite O while it leaves": (
+        "hopper_epilogue",
+        "            tma.store_wait(0)  # what follows adds no copy to count\n", "            pass\n"),
     "O that was done again leaves V's room with no fence": (
         "hopper_again", "    fence_async_shared()\n    barrier()", "    barrier()"),
     "a part is folded where O leaves": (
@@ -136,6 +153,8 @@ BROKEN = {
 # The problems that show what the others never would, or late.
 SHOWN_BY = {
     "V that a consumer passes over is not waited for": "passed over",
+    "V of the first of two tiles that are passed over is not waited for": "dealt out",
+    "V of the tile at hand is waited for, not of the one that is passed over": "dealt out",
     "K is given back too early": "passed over",
     "V is never given back": "passed over",
     "one piece's bytes are expected for all": "in two chains",
@@ -189,6 +208,8 @@ SHOWN_BY = {
     "clean V is read with no fence": "done again",
     "O takes V's room too early": "done again",
     "O that was done again leaves V's room with no fence": "done again",
+    "V is given back too early by who does rows again": "done again",
+    "rows beside another sequence overwrite O while it leaves": "packed",
     "rows that failed are not noticed": "done again",
     "a mask is read before it lands": "masked",
     "a mask is read from the room of the step before": "masked",
@@ -202,6 +223,7 @@ LATE = {
     "a redo does not wait for the first pass": "a part is folded where O leaves",
     "V is cleaned by each as if alone": "clean V is read with no fence",
     "O takes V's room too early": "O is overwritten while it leaves",
+    "V is given back too early by who does rows again": "V is given back too early",
     "all consumers get the first one's mask": "a mask of one head is taken for one of many",
     "V at the end of a part is read before it lands": "K of the next part is read before it lands",
     "a part that fails is folded all the same": "parts that fail are not noticed",

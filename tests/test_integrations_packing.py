@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -46,6 +48,18 @@ def test_one_side_alone_is_refused(mask):
         forward(CU, None, mask)
     with pytest.raises(ValueError, match=r"^cu_seq_lens_q: must come with cu_seq_lens_k; got None"):
         forward(None, CU, mask)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("indices", "position_ids that start"), ("block_indices", "Pad the")])
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_keys_chosen_as_if_all_were_one_sequence_are_refused(name, remedy, mask):
+    """An indexer is not told of the lengths: what is left of its choice was half of what a sequence alone gives."""
+    module, one = torch.nn.Module(), torch.tensor([0, 9])
+    module.indexer = types.SimpleNamespace(block_size=9)
+    chosen = {name: torch.zeros((1, 9, 2) if name == "indices" else (1, 1, 9, 1), dtype=torch.int64)}
+    with pytest.raises(NotImplementedError, match=rf"^{name}: keys that an indexer chose must not .* {remedy}"):
+        ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=CU, cu_seq_lens_k=CU, **chosen)
+    ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=one, cu_seq_lens_k=one, **chosen)
 
 
 def test_lengths_of_two_dims_are_refused():

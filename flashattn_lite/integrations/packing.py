@@ -18,6 +18,11 @@ OF_THE_TEXT = (
     "Where they are a text's and this is another part of its model, load that with torch's attention: "
     'attn_implementation={"text_config": "attn_lite", "vision_config": "sdpa"}, say.'
 )
+OF_INDEXERS = {
+    "indices": "Leave cu_seq_lens_q and cu_seq_lens_k out: of position_ids that start anew with each sequence "
+    "transformers makes the mask that the indexer goes by.",
+    "block_indices": "Pad the sequences to a batch.",
+}
 _read: Any = WeakIdKeyDictionary()  # packed lengths -> (version, the numbers): for all layers of a step at once
 
 
@@ -31,10 +36,18 @@ def numbers_of(cu: Tensor) -> list[int] | None:
     return _read[cu][1]
 
 
-def check_packing(query: Tensor, key: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+def check_packing(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    chosen: dict[str, Tensor | None],
+) -> None:
     """That packed lengths, if there are any, are those of this query and key, of which a cache may have room for more.
 
-    Models of images and texts hand those of the text to both.
+    Models of images and texts hand those of the text to both. To an indexer nobody hands them: of what it chose as if
+    all were one sequence a query would be left those keys that happen to be of its own.
     """
     if cu_q is None and cu_k is None:
         return
@@ -56,6 +69,10 @@ def check_packing(query: Tensor, key: Tensor, mask: Tensor | None, cu_q: Tensor 
         if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > length or (ends[-1] < length and not less):
             relation = f"must ascend from 0 to the length of what is attended ({length})"
             raise value_error(name, relation, ends, f"Correct the lengths. {OF_THE_TEXT}")
+    for name, x in chosen.items():
+        if x is not None and cu_q.shape[0] > 2:
+            relation = "keys that an indexer chose must not come with the lengths of packed sequences"
+            raise not_implemented(name, relation, x, OF_INDEXERS[name])
 
 
 def packed_forward(

@@ -36,17 +36,19 @@ def register(name: str = "attn_lite") -> None:
     that start anew, if the model hands them to its masks: transformers then makes a mask of all pairs, but none beside
     a cache, where such sequences are not kept apart. Beside a cache chunks (Llama 4) are counted from the row's start:
     pack with `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a
-    mask, as for torch's function: all keys are read still.
+    mask, as for torch's function: all keys are read still. Such models pack by position_ids alone, MiniMax-M3 not at
+    all: an indexer is not told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
-            torch's function), sinks per query, head dims above 256, and models that by transformers' account take
-            neither torch's function nor others and ask for a mask (Bloom, MPT, CLAP and others). Some run their own
-            attention without a word (XLNet, DeBERTa, WavLM). Models that look up a class of their own by the name end
-            in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision; GPT-Neo and GIT, which have no "sdpa"): load those
-            that have "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is refused by transformers.
+            torch's function), sinks per query, head dims above 256, packed lengths beside an indexer's choice, and
+            models that by transformers' account take neither torch's function nor others and ask for a mask (Bloom,
+            MPT, CLAP and others). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look
+            up a class of their own by the name end in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision; GPT-Neo
+            and GIT, which have no "sdpa"): load those that have "sdpa" with it, and call `flashattn_lite.install`.
+            Continuous batching is refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -187,7 +189,8 @@ def attention_forward(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] > MAX_HEAD_DIM:
             raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
-    check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+    choices = {"indices": indices, "block_indices": block_indices}
+    check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k, choices)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)

@@ -46,9 +46,10 @@ def register(name: str = "attn_lite") -> None:
             torch's function), sinks per query, head dims above 256, packed lengths beside an indexer's choice, and
             models that by transformers' account take neither torch's function nor others and ask for a mask (Bloom,
             MPT, CLAP and others). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look
-            up a class of their own by the name end in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision; GPT-Neo
-            and GIT, which have no "sdpa"): load those that have "sdpa" with it, and call `flashattn_lite.install`.
-            Continuous batching is refused by transformers.
+            up a class of their own by the name end in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision, and with
+            SAM in them DeepSeek-OCR 2, DeepSeek-VL hybrid and Unlimited-OCR; GPT-Neo, GIT and SuperGlue, which have no
+            "sdpa"): load those that have "sdpa" with it, and call `flashattn_lite.install`. Continuous batching is
+            refused by transformers.
 
     Example:
         >>> import flashattn_lite
@@ -172,7 +173,7 @@ def attention_forward(
         indices, block_indices: keys, or blocks of them, that a query sees of what the mask leaves (masks.py).
         others: what transformers tells every function (a window, say, which the mask has in it).
 
-    Source: transformers 5.23, sdpa_attention_forward, for what the arguments mean.
+    Source: transformers 5.24, sdpa_attention_forward, for what the arguments mean.
     """
     if dropout:
         remedy = (

@@ -51,15 +51,23 @@ def test_one_side_alone_is_refused(mask):
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("indices", "position_ids that start"), ("block_indices", "Pad the")])
-@pytest.mark.parametrize("mask", [None, MASK])
+@pytest.mark.parametrize("mask", [None, MASK, MASK == 0], ids=["no mask", "float", "bool"])
 def test_keys_chosen_as_if_all_were_one_sequence_are_refused(name, remedy, mask):
-    """An indexer is not told of the lengths: what is left of its choice was half of what a sequence alone gives."""
+    """An indexer is not told of the lengths: what is left of its choice was half of what a sequence alone gives.
+
+    What chose keys may have gone by a mask that keeps the sequences apart, what chose blocks not.
+    """
     module, one = torch.nn.Module(), torch.tensor([0, 9])
     module.indexer = types.SimpleNamespace(block_size=9)
     chosen = {name: torch.zeros((1, 9, 2) if name == "indices" else (1, 1, 9, 1), dtype=torch.int64)}
+    call = lambda mask, cu: ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **chosen)
+    call(mask, one)
+    apart = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool()[None, None]
+    if name == "indices":
+        call(apart, CU)
+        mask = apart.index_fill(3, torch.tensor(3), True) if mask is not None and mask.dtype == torch.bool else mask
     with pytest.raises(NotImplementedError, match=rf"^{name}: keys that an indexer chose must not .* {remedy}"):
-        ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=CU, cu_seq_lens_k=CU, **chosen)
-    ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=one, cu_seq_lens_k=one, **chosen)
+        call(apart if name == "block_indices" else mask, CU)
 
 
 def test_lengths_of_two_dims_are_refused():

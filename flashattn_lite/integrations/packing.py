@@ -19,8 +19,8 @@ OF_THE_TEXT = (
     'attn_implementation={"text_config": "attn_lite", "vision_config": "sdpa"}, say.'
 )
 OF_INDEXERS = {
-    "indices": "Leave cu_seq_lens_q and cu_seq_lens_k out: of position_ids that start anew with each sequence "
-    "transformers makes the mask that the indexer goes by.",
+    "indices": "Pass position_ids that start anew with each sequence, of which transformers makes the mask that the "
+    "indexer goes by, and in compiled code leave cu_seq_lens_q and cu_seq_lens_k out.",
     "block_indices": "Pad the sequences to a batch.",
 }
 _read: Any = WeakIdKeyDictionary()  # packed lengths -> (version, the numbers): for all layers of a step at once
@@ -47,7 +47,8 @@ def check_packing(
     """That packed lengths, if there are any, are those of this query and key, of which a cache may have room for more.
 
     Models of images and texts hand those of the text to both. To an indexer nobody hands them: of what it chose as if
-    all were one sequence a query would be left those keys that happen to be of its own.
+    all were one sequence a query would be left those keys that happen to be of its own. One that chooses keys goes by
+    the mask, which may say the same; one that chooses blocks does not.
     """
     if cu_q is None and cu_k is None:
         return
@@ -70,9 +71,18 @@ def check_packing(
             relation = f"must ascend from 0 to the length of what is attended ({length})"
             raise value_error(name, relation, ends, f"Correct the lengths. {OF_THE_TEXT}")
     for name, x in chosen.items():
-        if x is not None and cu_q.shape[0] > 2:
+        if x is None or cu_q.shape[0] <= 2:
+            continue
+        if name != "indices" or not tells_apart(mask, same_sequence(cu_q, cu_k, query.shape[2], key.shape[2])):
             relation = "keys that an indexer chose must not come with the lengths of packed sequences"
             raise not_implemented(name, relation, x, OF_INDEXERS[name])
+
+
+def tells_apart(mask: Tensor | None, same: Tensor) -> bool:
+    """Whether a mask hides the keys of other packed sequences by itself, as far as anybody may look at it."""
+    if mask is None or mask.dtype != torch.bool or torch.compiler.is_compiling() or not known(mask):
+        return False
+    return not bool((mask[..., : same.shape[1]] & ~same).any())
 
 
 def packed_forward(
@@ -90,9 +100,13 @@ def packed_forward(
 
 def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor | None:
     """A mask, or none, that hides the keys of other packed sequences too."""
+    return joined(mask, same_sequence(cu_q, cu_k, len_q, len_k))
+
+
+def same_sequence(cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor:
+    """(L, S) of booleans: True for keys of a query's own packed sequence."""
     of_q, of_k = (
         torch.searchsorted(cu, torch.arange(n, device=cu.device, dtype=cu.dtype), right=True)
         for cu, n in ((cu_q, len_q), (cu_k, len_k))
     )
-    same = of_q.unsqueeze(1) == of_k
-    return joined(mask, same)
+    return of_q.unsqueeze(1) == of_k

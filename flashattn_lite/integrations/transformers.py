@@ -37,7 +37,7 @@ def register(name: str = "attn_lite") -> None:
     a cache, where such sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are counted
     from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that
     a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are
-    read still. Such models pack by position_ids alone, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
+    read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.

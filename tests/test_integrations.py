@@ -31,12 +31,23 @@ SMALL = {
     "eos_token_id": None,
 }
 WINDOW = {"sliding_window": 8}
+BY_TURNS = ["sliding_attention", "full_attention"]
 DECODERS = {  # grouped heads; windows; soft caps and windows by turns; sinks and windows by turns
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", WINDOW),
     "gemma2": ("Gemma2Config", {**WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
     "gpt_oss": ("GptOssConfig", {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "flint": ("FlintConfig", {**WINDOW, "layer_types": BY_TURNS}),
+    "granite_swa": ("GraniteSWAConfig", {**WINDOW, "layer_types": BY_TURNS}),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {**WINDOW, "layer_types": BY_TURNS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {**WINDOW, "layer_types": BY_TURNS, "mlp_layer_types": ["dense"] * 2}),
+    "vaultgemma": ("VaultGemmaConfig", {**WINDOW, "layer_types": BY_TURNS, "query_pre_attn_scalar": 16}),
 }
+# Which releases of transformers have them differs.
+DECODERS = {name: given for name, given in DECODERS.items() if hasattr(transformers, given[0])}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +86,7 @@ def tokens(device, batch=2, length=24):
 def test_logits_and_gradients_are_theirs(device, name, padded, monkeypatch):
     layers, attention = [], integration.attention
     monkeypatch.setattr(
-        integration, "attention", lambda *args, **options: layers.append(0) or attention(*args, **options)
+        integration, "attention", lambda *args, **options: layers.append(options["mask"]) or attention(*args, **options)
     )
     ours, theirs = pair(name, device)
     x = tokens(device)
@@ -89,6 +100,8 @@ def test_logits_and_gradients_are_theirs(device, name, padded, monkeypatch):
         logits[seen].square().sum().backward()
         results.append((logits[seen].detach(), model.get_input_embeddings().weight.grad))
     assert len(layers) == 2  # of one of the models
+    if name in integration.SAY_CAUSAL and not padded:
+        assert any(mask is None for mask in layers)  # of the layer without a window
     for mine, expected in zip(*results, strict=True):
         assert bool(expected.abs().max() > 1e-3)
         assert_close(mine, expected)

@@ -19,7 +19,7 @@ from flashattn_lite.integrations.packing import check_packing, kept_apart, packe
 REWRITES_MASKS = ("deepseek_v4",)
 OTHER_IMPLEMENTATION = 'Load the model with attn_implementation="sdpa", or "eager" where it has none.'
 # By model_type: models that torch's function is not for (no soft caps, no sinks), whose modules say if they are causal.
-SAY_CAUSAL = ("gemma2", "gpt_oss")
+SAY_CAUSAL = ("flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma")
 _functions: dict[type, str] = {}
 
 

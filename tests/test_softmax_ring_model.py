@@ -56,10 +56,12 @@ class Ring:
         self.kernel = sources.load("flashattn_lite.kernels.softmax_ring").ring_kernel
         self.patch, self.seeds = patch, itertools.count(1000 * seed)
         patch.setattr(language, "store", store_once)
-        self.words, self.epoch = torch.zeros(2 * 8 * 8, dtype=torch.int64), 0
+        self.words, self.epoch = torch.zeros(0, dtype=torch.int64), 0
 
     def run(self, x: Tensor, results: Any, tile: RingTile, programs: int, patience: int, at_once: int) -> None:
         """`programs` of them, `at_once` on the GPU; what a launch before this left in the words are other numbers."""
+        if not self.words.numel():  # of 8 rows: nobody may look behind the last one's
+            self.words = torch.zeros(2 * 8 * tile.split(x.shape[3]), dtype=torch.int64)
         self.words ^= 1 << 20
         self.epoch += 1
         room = (torch.zeros(1, dtype=torch.int32), self.words, self.epoch)
@@ -69,10 +71,9 @@ class Ring:
         ready = softmax_launch.ring_launch(x, results, rows.dims, x.shape[3], not tile.spare, tile, programs)
         names = ready.kernel.arg_names[len(ready.args) :]
         args = (*ready.args, *(ready.kwargs[name] for name in names))
-        beyond = self.words[2 * 8 * tile.split(x.shape[3]) :]
-        before = beyond.clone()
         launch(self.kernel, ready.grid[0], args, next(self.seeds), at_once)
-        assert torch.equal(beyond, before)
+        # Of each unit a part that others know for this launch's: else all would wait in vain, and compute it.
+        assert tile.split(x.shape[3]) == 1 or (self.words >> 32 == self.epoch).all()
 
 
 def check(seed: int, sources: Sources, patch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,24 @@ def check(seed: int, sources: Sources, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", quick(range(12), (0, 1, 2, 5, 6, 7)))
 def test_rows_are_whole_whoever_waits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(seed, Sources(), monkeypatch)
+
+
+@pytest.mark.parametrize("end", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_rows_that_end_beside_the_border_of_a_chunk(
+    dtype: torch.dtype, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An element before, at or after it: neighbours are cleared from there on, the last row's end is loaded there."""
+    align, half = 16 // dtype.itemsize, 128 * WARPS * (4 // dtype.itemsize)
+    torch.manual_seed(0)
+    values = torch.randn(4, 3, 3, half + end).to(dtype)
+    lies = {"apart": 2 * align - end, "first": 0}  # each begins at a 16-byte address, so only its end is to be cleared
+    x, y = spread(values, **lies), rubbish(values, **lies)
+    tile = RingTile(2 * half, WARPS, slots=2, lag=0, programs=1, chunks=2, spare=align)
+    Ring(0, Sources(), monkeypatch).run(x, (y,), tile, programs=3, patience=0, at_once=3)
+    # A float32 sum's rounding; the result's own.
+    expected = torch.softmax(values[::2, 1:, :2].double(), -1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5 + torch.finfo(dtype).eps, atol=2.0**-24)
 
 
 # (what is wrong: the module, what stands there, what stands there instead)

@@ -80,6 +80,8 @@ BROKEN = {
         "hopper_producer", "task.first + w * ROWS, start_n", "task.first, start_n"),
     "a mask of one head is taken for one of many": (
         "hopper_producer", "gl.where(step_h == 0, 0, task.head)", "task.head"),
+    "a mask of one sequence is taken for one of many": (
+        "hopper_producer", "gl.where(step_b == 0, 0, task.b)", "task.b"),
     "K of the next part is read before it lands": (
         "hopper_folds", "    mbarrier.wait(bars.k_full.index(k_at), k_phase)\n", ""),
     "V at the end of a part is read before it lands": (
@@ -215,6 +217,7 @@ SHOWN_BY = {
     "a mask is read from the room of the step before": "masked",
     "all consumers get the first one's mask": "masked",
     "a mask of one head is taken for one of many": "masked",
+    "a mask of one sequence is taken for one of many": "masked",
 }
 
 # Late to be found, each beside one like it that is found sooner and stays in `make test`.

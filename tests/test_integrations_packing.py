@@ -63,11 +63,14 @@ def test_keys_chosen_as_if_all_were_one_sequence_are_refused(name, remedy, mask)
     call = lambda mask, cu: ours.attention_forward(module, X, X, X, mask, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **chosen)
     call(mask, one)
     apart = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool()[None, None]
+    wrong = [mask, apart.index_fill(3, torch.tensor(3), True)]
     if name == "indices":
         call(apart, CU)
-        mask = apart.index_fill(3, torch.tensor(3), True) if mask is not None and mask.dtype == torch.bool else mask
-    with pytest.raises(NotImplementedError, match=rf"^{name}: keys that an indexer chose must not .* {remedy}"):
-        call(apart if name == "block_indices" else mask, CU)
+    else:
+        wrong.append(apart)
+    for given in wrong:
+        with pytest.raises(NotImplementedError, match=rf"^{name}: keys that an indexer chose must not .* {remedy}"):
+            call(given, CU)
 
 
 def test_lengths_of_two_dims_are_refused():

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashattn_lite.api import attention_varlen
 from flashattn_lite.errors import not_implemented, value_error
 from flashattn_lite.flops import known
-from flashattn_lite.integrations.masks import joined
 from flashattn_lite.problem import unpromised
 
 OF_THE_TEXT = (
@@ -36,19 +35,10 @@ def numbers_of(cu: Tensor) -> list[int] | None:
     return _read[cu][1]
 
 
-def check_packing(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    chosen: dict[str, Tensor | None],
-) -> None:
+def check_packing(query: Tensor, key: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
     """That packed lengths, if there are any, are those of this query and key, of which a cache may have room for more.
 
-    Models of images and texts hand those of the text to both. To an indexer nobody hands them: of what it chose as if
-    all were one sequence a query would be left those keys that happen to be of its own. One that chooses keys goes by
-    the mask, which may say the same; one that chooses blocks does not.
+    Models of images and texts hand those of the text to both.
     """
     if cu_q is None and cu_k is None:
         return
@@ -70,12 +60,18 @@ def check_packing(
         if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > length or (ends[-1] < length and not less):
             relation = f"must ascend from 0 to the length of what is attended ({length})"
             raise value_error(name, relation, ends, f"Correct the lengths. {OF_THE_TEXT}")
-    for name, x in chosen.items():
-        if x is None or cu_q.shape[0] <= 2:
-            continue
-        if name != "indices" or not tells_apart(mask, same_sequence(cu_q, cu_k, query.shape[2], key.shape[2])):
-            relation = "keys that an indexer chose must not come with the lengths of packed sequences"
-            raise not_implemented(name, relation, x, OF_INDEXERS[name])
+
+
+def check_chosen(mask: Tensor | None, same: Tensor, indices: Tensor | None, block_indices: Tensor | None) -> None:
+    """That an indexer knew of several packed sequences; same: keys of a query's own one, (L, S).
+
+    Nobody hands it their lengths: of what it chose as if all were one, a query would be left those keys that happen to
+    be of its own. One that chooses keys goes by the mask, which may say the same; one that chooses blocks does not.
+    """
+    name, chosen = ("block_indices", block_indices) if indices is None else ("indices", indices)
+    if chosen is not None and (name == "block_indices" or not tells_apart(mask, same)):
+        relation = "keys that an indexer chose must not come with the lengths of packed sequences"
+        raise not_implemented(name, relation, chosen, OF_INDEXERS[name])
 
 
 def tells_apart(mask: Tensor | None, same: Tensor) -> bool:
@@ -96,11 +92,6 @@ def packed_forward(
     right = None if options["causal"] else left  # as FlashAttention, to which a model hands the same number
     out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, right), **options, **longest})
     return out.unsqueeze(0)
-
-
-def kept_apart(mask: Tensor | None, cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor | None:
-    """A mask, or none, that hides the keys of other packed sequences too."""
-    return joined(mask, same_sequence(cu_q, cu_k, len_q, len_k))
 
 
 def same_sequence(cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor:

@@ -13,7 +13,7 @@ from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
-from flashattn_lite.integrations.packing import check_packing, kept_apart, packed_forward
+from flashattn_lite.integrations.packing import check_chosen, check_packing, packed_forward, same_sequence
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)
@@ -190,8 +190,7 @@ def attention_forward(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] > MAX_HEAD_DIM:
             raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
-    choices = {"indices": indices, "block_indices": block_indices}
-    check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k, choices)
+    check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
@@ -209,14 +208,18 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
-    chosen = chosen_mask(module, query, key, indices, block_indices)
-    attention_mask = attention_mask if chosen is None else joined(attention_mask, chosen)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
-        if attention_mask is None and position_bias is None and query.shape[2] == key.shape[2]:
+        unmasked = attention_mask is None and position_bias is None and indices is None and block_indices is None
+        if unmasked and query.shape[2] == key.shape[2]:
             return packed_forward(query, key, value, cu_seqlens, {"causal": causal, **options}, others), None
-        attention_mask = kept_apart(attention_mask, *cu_seqlens, query.shape[2], key.shape[2])
+        same = same_sequence(*cu_seqlens, query.shape[2], key.shape[2])
+        if cu_seq_lens_q.shape[0] > 2:
+            check_chosen(attention_mask, same, indices, block_indices)
+        attention_mask = joined(attention_mask, same)
+    chosen = chosen_mask(module, query, key, indices, block_indices)
+    attention_mask = attention_mask if chosen is None else joined(attention_mask, chosen)
     out = attention(
         query,
         key,

@@ -83,7 +83,10 @@ def check_head_dims(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> No
         if x.shape[-1] < 1:
             raise value_error(name, "head dim (the last) must be at least 1", x, "Pass at least one column.")
         if x.shape[-1] > MAX_HEAD_DIM:
-            remedy = "Call torch's own scaled_dot_product_attention for it, outside of replace_sdpa."
+            remedy = (
+                "Call torch's own scaled_dot_product_attention for it, outside of replace_sdpa (an image decoder of "
+                'diffusers: output_type="latent" inside, decode outside).'
+            )
             if name == nv:
                 remedy = f"Call once for each {MAX_HEAD_DIM} columns of {nv} and join the results with torch.cat."
             raise not_implemented(name, f"head dim must be at most {MAX_HEAD_DIM}", x, remedy)

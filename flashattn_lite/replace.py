@@ -16,7 +16,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from flashattn_lite import forks, sdpa
 from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.autocast import autocasts
-from flashattn_lite.watchers import watched
+from flashattn_lite.errors import not_implemented
+from flashattn_lite.watchers import shares_out, watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -192,6 +193,10 @@ def _reaches(standing: _Standing) -> bool:
 
 
 def _put_in(report: Report) -> _Standing:
+    if shares_out(F.scaled_dot_product_attention):
+        relation = "torch's context_parallel stands in its place, without which each process sees its own keys alone"
+        remedy = "Keep torch's function where it is in use."
+        raise not_implemented("scaled_dot_product_attention", relation, F.scaled_dot_product_attention, remedy)
     standing = _Standing(report)
     F.scaled_dot_product_attention = standing.function
     return standing
@@ -230,13 +235,16 @@ def replace_sdpa() -> Iterator[Report]:
       (`torch.backends.mha.set_fastpath_enabled(False)`). A report then counts nothing.
     - modes and tensor classes whose `__torch_function__` compares `func` with torch's function, as a table made before
       does: they are asked with ours, and do not know it. In compiled code none is asked.
-    What torch serves and ours refuses, head dims past 256 say (an image decoder's), must run outside.
+    What torch serves and ours refuses must run outside: head dims past 256, which most image decoders of diffusers have
+    (`output_type="latent"` inside, decode outside), an export to ONNX, torch's context_parallel. What chooses among
+    torch's kernels (`sdpa_kernel`) changes nothing.
     A model that checkpoints activations calls the function again in its backward pass: run that inside too.
     Contexts may be nested, overlap in threads and hold an `install()`, which stays when they end; each counts what is
     called while it is the last that was entered. What stands there can't be pickled, nor scripted by torch.jit.script.
 
     Raises:
-        Inside, whatever `flashattn_lite.scaled_dot_product_attention` raises: dropout is a NotImplementedError.
+        NotImplementedError: within torch's context_parallel. And inside, whatever
+            `flashattn_lite.scaled_dot_product_attention` raises: of dropout the same.
 
     Example:
         >>> layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(1, 5, 16)
@@ -270,8 +278,9 @@ def install() -> Report:
         if _installed is None:
             _installed = _put_in(Report())
         elif not _reaches(_installed):
+            standing = _put_in(_installed.report)
             _installed.alive = False
-            _installed = _put_in(_installed.report)
+            _installed = standing
         return _installed.report
 
 

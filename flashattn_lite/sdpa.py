@@ -242,6 +242,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diag
     """[..., H, length, dim] with any number of batch dims, as views of [B, H, length, dim] wherever strides allow."""
     lead = q.shape[:-3]
     inputs = batch_dims.viewed(q, k, v, mask)
+    if inputs is None and torch.jit.is_tracing():  # a loop would be kept with as many entries as there are now
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        mask = mask if mask is None else mask.expand(*lead, *mask.shape[-3:]).contiguous()
+        inputs = batch_dims.viewed(q, k, v, mask)
     if inputs is None:  # one call for each entry of the first batch dim, never a copy
         return torch.stack([_attend(*batch_dims.entry(q, k, v, mask, i), diagonal, scale) for i in range(lead[0])])
     out, _ = ops.call(_arguments(inputs, diagonal, scale))

@@ -64,6 +64,12 @@ def distributed(x: Tensor) -> bool:
     return kind is not None and isinstance(x, kind)
 
 
+def shares_out(function: Any) -> bool:
+    """Whether what stands in the place of torch's attention is context_parallel's: a process has a part of the keys."""
+    module: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return module.startswith("torch.distributed.")
+
+
 def batched(x: Tensor) -> bool:
     """Many tensors in the guise of one, as autograd.grad(is_grads_batched=True) hands a backward pass."""
     return torch._C._functorch.is_legacy_batchedtensor(x)

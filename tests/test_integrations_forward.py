@@ -35,12 +35,17 @@ def test_one_query_over_a_longer_cache_sees_all_of_it():
     torch.testing.assert_close(out, fa.attention(q, k, k).transpose(1, 2))
 
 
+@pytest.mark.parametrize("columns", [20, 8])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_may_be_longer_than_the_keys(dtype):
+def test_a_mask_has_a_column_for_each_key(dtype, columns):
+    """Of one that counts a cache's keys, which a checkpointed layer has not got, the first are not the keys'."""
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16)
-    mask = torch.rand(1, 1, 3, 20) > 0.5 if dtype == torch.bool else torch.randn(1, 1, 3, 20)
-    out, _ = ours.attention_forward(module(), q, k, k, mask)
-    torch.testing.assert_close(out, fa.attention(q, k, k, mask=mask[..., :9]).transpose(1, 2))
+    mask = torch.ones(1, 1, 3, columns, dtype=dtype)
+    with pytest.raises(ValueError, match=r"attention_mask: must have a column for each of 9 keys.*; got a tensor"):
+        ours.attention_forward(module(), q, k, k, mask)
+    for right in (mask[..., :1], mask[..., :1].expand(-1, -1, -1, 9)):
+        out, _ = ours.attention_forward(module(), q, k, k, right)
+        torch.testing.assert_close(out, fa.attention(q, k, k, mask=right).transpose(1, 2))
 
 
 def test_packed_queries_over_more_keys_are_kept_apart():

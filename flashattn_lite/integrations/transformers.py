@@ -14,6 +14,7 @@ from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
 from flashattn_lite.integrations.packing import check_chosen, check_packing, packed_forward, same_sequence
+from flashattn_lite.watchers import shares_out
 
 # By model_type: models whose code joins numbers to the mask that it is given, although that is of booleans.
 REWRITES_MASKS = ("deepseek_v4",)
@@ -24,7 +25,7 @@ _functions: dict[type, str] = {}
 
 
 def register(name: str = "attn_lite") -> None:
-    """Makes `attn_implementation=name` mean this library, in models that are loaded from then on.
+    """Makes `attn_implementation=name` mean this library, in models that this process loads from then on.
 
     Args:
         name: what the models are told. Not one with "flash" in it, which transformers takes for a build of
@@ -43,7 +44,8 @@ def register(name: str = "attn_lite") -> None:
         ImportError: transformers is not there, or older than 5.
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
-            torch's function), sinks per query, head dims above 256, packed lengths beside an indexer's choice, and
+            torch's function), sinks per query, head dims above 256, packed lengths beside an indexer's choice, torch's
+            context_parallel (but in compiled code, where a process then sees its own keys alone, as with "eager"), and
             models that by transformers' account take neither torch's function nor others and ask for a mask (Bloom,
             MPT, CLAP and others). Some run their own attention without a word (XLNet, DeBERTa, WavLM). Models that look
             up a class of their own by the name end in a KeyError (Falcon, SAM, SAM-HQ, BARK, Data2VecVision, and with
@@ -142,6 +144,51 @@ def dropout_of(module: torch.nn.Module, dropout: float) -> str:
     return next((name for name in (*equal, *names) if "att" in name), " and ".join(equal) or "attention_dropout")
 
 
+def check_taken(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    cache: Any,
+    others: dict[str, Any],
+) -> None:
+    """Refuses, of what a model hands to an attention function, what ours would leave out of account."""
+    if dropout:
+        remedy = (
+            f"Make the model with {dropout_of(module, dropout)} of 0.0 in its config (it keeps what it was made with), "
+            "or train with its own implementation."
+        )
+        raise not_implemented("dropout", "dropout of attention weights is not implemented", dropout, remedy)
+    if others.get("output_attentions"):
+        remedy = 'Load the model with attn_implementation="eager" for them.'
+        raise not_implemented("output_attentions", "the weights are never held", True, remedy)
+    if others.get("sinks") is not None:  # which some models hand to what is neither "eager" nor "sdpa"
+        relation = "sinks that differ from query to query are not implemented"
+        raise not_implemented("sinks", relation, others["sinks"], OTHER_IMPLEMENTATION)
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[-1] > MAX_HEAD_DIM:
+            raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
+    if not torch.compiler.is_compiling() and shares_out(torch.nn.functional.scaled_dot_product_attention):
+        relation = "within torch's context_parallel each process would see its own keys alone"
+        raise not_implemented("attn_implementation", relation, "attn_lite", OTHER_IMPLEMENTATION)
+    if cache is not None:
+        remedy = "Use a dynamic or static cache, or a function of transformers' own."
+        raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
+    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
+        raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
+    if attention_mask is not None and attention_mask.shape[-1] not in (1, key.shape[2]):
+        remedy = "Leave out the cache, or its keys' part of the mask (a checkpointed layer in training has no cache)."
+        relation = f"must have a column for each of {key.shape[2]} keys, else nobody knows which are whose"
+        raise value_error("attention_mask", relation, attention_mask, remedy)
+    config = getattr(module, "config", None)
+    rewrites = getattr(config, "model_type", None) in REWRITES_MASKS
+    if rewrites and attention_mask is not None and attention_mask.dtype == torch.bool:
+        raise not_served(config)  # a mask of the caller's, for which nobody asked `attention_mask`
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -165,7 +212,7 @@ def attention_forward(
 
     Args:
         query, key, value: `(B, Hq, L, D)`, `(B, Hkv, S, D)`, `(B, Hkv, S, Dv)`.
-        attention_mask: what the mask function made, or None; `(B or 1, Hq or 1, L, S or more)`, bool or added.
+        attention_mask: what the mask function made, or None; `(B or 1, Hq or 1, L, S)`, bool or added.
         is_causal: default the module's. It counts where there is no mask and more than one query, and is top-left.
         softcap, s_aux: soft cap and sinks `(Hq,)`. position_bias: added to the scores. scaling: default 1 / sqrt(D).
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin and end in a batch of one, `(sequences + 1,)`. They
@@ -175,32 +222,8 @@ def attention_forward(
 
     Source: transformers 5.24, sdpa_attention_forward, for what the arguments mean.
     """
-    if dropout:
-        remedy = (
-            f"Make the model with {dropout_of(module, dropout)} of 0.0 in its config (it keeps what it was made with), "
-            "or train with its own implementation."
-        )
-        raise not_implemented("dropout", "dropout of attention weights is not implemented", dropout, remedy)
-    if others.get("output_attentions"):
-        remedy = 'Load the model with attn_implementation="eager" for them.'
-        raise not_implemented("output_attentions", "the weights are never held", True, remedy)
-    if others.get("sinks") is not None:  # which some models hand to what is neither "eager" nor "sdpa"
-        relation = "sinks that differ from query to query are not implemented"
-        raise not_implemented("sinks", relation, others["sinks"], OTHER_IMPLEMENTATION)
-    for name, x in (("query", query), ("value", value)):
-        if x.shape[-1] > MAX_HEAD_DIM:
-            raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
+    check_taken(module, query, key, value, attention_mask, dropout, cache, others)
     check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
-    if cache is not None:
-        remedy = "Use a dynamic or static cache, or a function of transformers' own."
-        raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
-    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
-        remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
-        raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
-    config = getattr(module, "config", None)
-    rewrites = getattr(config, "model_type", None) in REWRITES_MASKS
-    if rewrites and attention_mask is not None and attention_mask.dtype == torch.bool:
-        raise not_served(config)  # a mask of the caller's, for which nobody asked `attention_mask`
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))

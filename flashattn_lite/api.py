@@ -13,7 +13,7 @@ from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.options import Dense, Packed
 from flashattn_lite.problem import Window
 from flashattn_lite.scalars import from_array
-from flashattn_lite.watchers import bare
+from flashattn_lite.watchers import bare, plain
 
 
 @overload
@@ -325,7 +325,7 @@ def explain_varlen(
 def _explained(tensors: tuple[Any, ...], *rest: Any) -> dispatch.Explanation:
     """Of a call that has passed the door."""
     args = _arguments(tuple(map(bare, tensors)), *rest)
-    if calls.plain(args[: calls.NUM_TENSORS], args[calls.NUM_TENSORS :]):  # else nobody knows how long sequences are
+    if plain(args[: calls.NUM_TENSORS], args[calls.NUM_TENSORS :]):  # else nobody knows how long sequences are
         args = ops.measured(args)
     inputs, problem = calls.problem_of(args[:-1])
     return dispatch.explain(problem, inputs, rest[-1])

@@ -13,7 +13,7 @@ from flashattn_lite import dispatch
 from flashattn_lite.problem import AttentionProblem, Inputs, describe
 from flashattn_lite.scalars import unless_known
 from flashattn_lite.target import takes_tf32
-from flashattn_lite.watchers import batched, watched
+from flashattn_lite.watchers import watched
 
 NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
 OPTIONS = (  # as the op's schema has them
@@ -23,19 +23,18 @@ OPTIONS = (  # as the op's schema has them
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 AT = {name: NUM_TENSORS + i for i, name in enumerate(OPTION_NAMES)}  # where they are in a call's arguments
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
-PLAIN = (type(None), bool, int, float, str)
-ORDINARY = (Tensor, torch.nn.Parameter)  # exactly: what derives from them may compute otherwise
 
 Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
 
 
 @dataclass(eq=False)
 class Ready:
-    """A call that was prepared. `trusted`: the door has let its metadata through."""
+    """A call that was prepared. `trusted`: the door has let its metadata through; `plain`: it came as plain tensors."""
 
     problem: AttentionProblem
     run: Callable[[Inputs, Tensor, Tensor], None]
     trusted: bool = False
+    plain: bool = False
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -159,15 +158,3 @@ def recorded(tensors: tuple[Any, ...]) -> bool:
         if x is not None and x.requires_grad:
             return True
     return False
-
-
-def plain(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-    """Ordinary dense tensors, a model's parameters too, and numbers, and no compiler, mode or transform looks on."""
-    if torch.compiler.is_compiling():
-        return False
-    dense = all(x is None or (type(x) in ORDINARY and dense_and_real(x)) for x in tensors)
-    return dense and all(type(x) in PLAIN for x in options) and not watched()
-
-
-def dense_and_real(x: Tensor) -> bool:
-    return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg() or batched(x))

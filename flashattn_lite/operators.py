@@ -15,18 +15,44 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
+from flashattn_lite.watchers import plain
+
 NAMESPACE = "flashattn_lite"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_at_once: dict[Any, Callable[..., Any]] = {}  # by op: its results with no more dispatching, or None
 
 Results = tuple[Tensor, ...]
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op `flashattn_lite::name` without a derivative. `run`: its results, fresh tensors; `fake`: their shapes."""
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    again: Callable[..., Any] = lambda *_: None,
+) -> Any:
+    """The op `flashattn_lite::name` without a derivative; tensors come first in its schema.
+
+    run: its results, fresh tensors; fake: their shapes. again: the same as run, if it knows of a call like this one and
+    nothing looks on, else None: compiled code asks for neither checks nor plans anew.
+    """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+    @torch._disable_dynamo
+    def computed(*args: Any) -> Any:
+        return run(*args) if (results := again(*args)) is None else results
+
+    def at_once(*args: Any) -> Any:
+        if (results := again(*args)) is not None:
+            return results
+        return computed(*args) if plain(args[:tensors], args[tensors:]) else None
+
+    _library.impl(name, computed, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    _at_once[op] = at_once
+    return op
 
 
 def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_tangents: Callable[..., Any]) -> None:
@@ -58,7 +84,12 @@ def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_t
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
+    at_once = _at_once[op]
+
     def dispatched(*args: Any) -> Any:
+        # To be dispatched once more would take compiled code as long as all else here.
+        if not torch.is_grad_enabled() and (results := at_once(*args)) is not None:
+            return results
         # The door sees those of its own level; here come those of transforms around it, without requires_grad too.
         if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args):
             no_tangents()

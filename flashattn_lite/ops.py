@@ -13,9 +13,11 @@ from flashattn_lite.arguments_varlen import check_varlen_values
 from flashattn_lite.calls import AT, NUM_TENSORS, OPTIONS, allocate, problem_of
 from flashattn_lite.problem import Inputs, unpromised
 from flashattn_lite.scalars import as_int64, diagonals_as_int64
+from flashattn_lite.watchers import plain
 
 PROMISES = ("max_seqlen_q", "max_seqlen_k")
 DIFFERENTIABLE = 5  # q, k, v, mask, sinks
+CU_SEQLENS_Q = Inputs._fields.index("cu_seqlens_q")
 
 TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? kv_lens, "
@@ -32,7 +34,17 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
     check_values(args)
     args = measured(args)
-    return calls.run(calls.prepared(args), args)
+    ready = calls.prepared(args)
+    ready.plain = ready.plain or plain(args[:NUM_TENSORS], args[NUM_TENSORS:])
+    return calls.run(ready, args)
+
+
+def _again(*args: Any) -> tuple[Tensor, Tensor] | None:
+    """As `_attention`, of a call that was there before; not of packed sequences, whose lengths may be others."""
+    if args[CU_SEQLENS_Q] is not None:
+        return None
+    ready = calls.look_up(calls._ready, calls._key, args)
+    return calls.run(ready, args) if ready is not None and ready.plain else None
 
 
 def _shapes(*args: Any) -> tuple[Tensor, Tensor]:
@@ -41,12 +53,14 @@ def _shapes(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 attention = operators.define(
-    "attention", f"({TENSORS}, {OPTIONS}, str backend) -> (Tensor, Tensor)", _attention, _shapes
+    "attention", f"({TENSORS}, {OPTIONS}, str backend) -> (Tensor, Tensor)", _attention, _shapes, _again
 )
 
 
 def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A call's arguments, with or without the backend, the longest sequences of a packed batch known."""
+    if args[CU_SEQLENS_Q] is None:
+        return args
     given = list(args)
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), AT[f"max_seqlen_{side}"]
@@ -57,8 +71,8 @@ def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def check_values(args: calls.Arguments) -> None:
     """What the door could not read, because a compiler or a transform stood for it."""
-    inputs = Inputs(*args[:NUM_TENSORS])
     check_window((args[AT["window_left"]], args[AT["window_right"]]))
+    inputs = Inputs(*args[:NUM_TENSORS])
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         limits = (args[AT[name]] for name in PROMISES)
         check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)
@@ -78,7 +92,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     for name in PROMISES:
         given[AT[name]] = as_int64(given[AT[name]])
     args = tuple(given)  # a kernel would take an int for another type of argument
-    if not calls.plain(args[:NUM_TENSORS], args[NUM_TENSORS:]):
+    if not plain(args[:NUM_TENSORS], args[NUM_TENSORS:]):
         flops.teach()
         return attention(*args)
     args = measured(args)
@@ -172,7 +186,7 @@ def _gradients(
     needs = [x is not None and need for x, need in zip(tensors, asked[:DIFFERENTIABLE], strict=False)]
     results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
     # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
-    if not torch.is_grad_enabled() and calls.plain((*tensors, *results), ctx.options):
+    if not torch.is_grad_enabled() and plain((*tensors, *results), ctx.options):
         grads = calls.gradients(*results, *measured(call), needs)
     else:
         flops.teach()

@@ -17,7 +17,7 @@ from flashattn_lite import forks, sdpa
 from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.autocast import autocasts
 from flashattn_lite.errors import not_implemented
-from flashattn_lite.watchers import shares_out, watched
+from flashattn_lite.watchers import plain, shares_out, watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -64,6 +64,7 @@ class Report:
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
+        self._known: dict[Any, Kind] = {}  # by what is quick to ask, which says all of it
 
     @property
     def calls(self) -> int:
@@ -97,28 +98,26 @@ class Report:
     ) -> None:  # fmt: skip
         """Takes in a call of the function whose signature this is."""
         _here.counted += 1
-        if not all(isinstance(x, Tensor) for x in (query, key, value)):  # what a tracer or somebody's class stands for
+        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        looks = _looks(given, is_causal)
+        if looks in self._known:
             with _lock:
-                self.others += 1
+                self.kinds[self._known[looks]] += 1
             return
-        q, k, v = map(_shape, (query, key, value))
-        bias = is_causal_bias(attn_mask)  # a tensor of nothing, and causal
-        mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) and not bias else None
-        given = (query, key, value) if attn_mask is None or bias else (query, key, value, attn_mask)
-        transformed = watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given)
-        lower = autocasts(query.device) and query.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
-        kind = Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal) or bias, transformed)
+        kind = _kind(given, is_causal) if all(isinstance(x, Tensor) for x in given[:3]) else None
         backend = "under a transform"
-        if not transformed and kind not in self.backends and len(self.kinds) < MOST:
+        if kind and not kind.transformed and kind not in self.backends and len(self.kinds) < MOST:
             backend = sdpa.backend_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with _lock:
             if kind in self.kinds:
                 self.kinds[kind] += 1
-            elif len(self.kinds) < MOST:
+            elif kind and len(self.kinds) < MOST:
                 self.kinds[kind], self.backends[kind] = 1, backend
-            else:
+            else:  # what a tracer or somebody's class stands for, too
                 self.others += 1
+                return
+            if looks is not None and len(self._known) < MOST:
+                self._known[looks] = kind
 
     def _refuses(self, error: Exception) -> None:
         text = str(error)
@@ -126,6 +125,25 @@ class Report:
         with _lock:
             if text in self.refused or len(self.refused) < MOST:
                 self.refused[text] = self.refused.get(text, 0) + 1
+
+
+def _looks(given: tuple[Any, ...], is_causal: Any) -> Any:
+    """What says of which kind a call is, in a model's usual ones; None: of others."""
+    if type(is_causal) is not bool or not plain(given) or autocasts(given[0].device):
+        return None
+    return (*[x.shape for x in given], given[0].dtype, given[0].device, is_causal)
+
+
+def _kind(given: tuple[Any, ...], is_causal: Any) -> Kind:
+    query, key, value, attn_mask, *_ = (*given, None)
+    bias = is_causal_bias(attn_mask)  # a tensor of nothing, and causal
+    mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) and not bias else None
+    tensors = given[:3] if bias else given
+    transformed = watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+    lower = autocasts(query.device) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
+    q, k, v = map(_shape, (query, key, value))
+    return Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal) or bias, transformed)
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:
@@ -139,7 +157,10 @@ def _asked_first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, .
     They know it by where it stands, and get the arguments as they were given. A tracer of torch.fx is left to ours,
     by whose name a node can be pickled; a causal bias is a mask to us.
     """
-    given = tuple(x for x in (*args, *options.values()) if not is_causal_bias(x))
+    given: tuple[Any, ...] = (*args, *options.values())
+    if not has_torch_function(given):  # as in most calls
+        return None
+    given = tuple(x for x in given if not is_causal_bias(x))
     if not has_torch_function(given) or any(isinstance(x, torch.fx.Proxy) for x in given):
         return None
     return given

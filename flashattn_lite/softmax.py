@@ -11,10 +11,10 @@ from torch import Tensor
 from flashattn_lite import operators, softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
-from flashattn_lite.calls import dense_and_real, remember
+from flashattn_lite.calls import remember
 from flashattn_lite.errors import show, type_error, value_error
 from flashattn_lite.scalars import as_int, from_array, is_int
-from flashattn_lite.watchers import watched
+from flashattn_lite.watchers import dense_and_real, watched
 
 Stats = tuple[Tensor, Tensor]
 
@@ -57,9 +57,7 @@ def online_softmax(x: Tensor, dim: int = -1) -> Tensor:
         >>> online_softmax(torch.tensor([1.0, 3.0, 2.0, 5.0]))
         tensor([0.0152, 0.1125, 0.0414, 0.8310])
     """
-    if not torch.compiler.is_compiling() and (ready := _recall("softmax", x, dim)) is not None:
-        y = torch.empty_like(x)
-        ready(x, y)
+    if not torch.compiler.is_compiling() and (y := _softmax_again(x, dim)) is not None:
         return y
     dim = _checked_dim(x, dim)
     return _softmax_op(x, dim) if x.dim() else operators.reshaped(_softmax_op(x.unsqueeze(0), 0), ())
@@ -96,10 +94,8 @@ def softmax_stats(x: Tensor, dim: int = -1) -> Stats:
         >>> softmax_stats(torch.tensor([1.0, 3.0, 2.0, 5.0]))
         (tensor(5.), tensor(1.2034))
     """
-    if not torch.compiler.is_compiling() and (ready := _recall("stats", x, dim)) is not None:
-        m, l_sum = _stats_like(x, dim % x.dim())
-        ready(x, m, l_sum)
-        return m, l_sum
+    if not torch.compiler.is_compiling() and (done := _stats_again(x, dim)) is not None:
+        return done
     dim = _checked_dim(x, dim)
     return _stats_op(x, dim) if x.dim() else _stats_op(x.unsqueeze(0), 0)
 
@@ -156,6 +152,24 @@ def _recall(op: str, x: Tensor, dim: int) -> Any:
         remember(_ready, key, _prepared(op, x, dim))
         return None  # this call is checked
     return _ready.get(key)  # None too where another thread has just made room by forgetting all
+
+
+def _softmax_again(x: Tensor, dim: int) -> Tensor | None:
+    ready = _recall("softmax", x, dim)
+    if ready is None:
+        return None
+    y = torch.empty_like(x)
+    ready(x, y)
+    return y
+
+
+def _stats_again(x: Tensor, dim: int) -> Stats | None:
+    ready = _recall("stats", x, dim)
+    if ready is None:
+        return None
+    m, l_sum = _stats_like(x, dim % x.dim())
+    ready(x, m, l_sum)
+    return m, l_sum
 
 
 def _prepared(op: str, x: Tensor, dim: int) -> Any:
@@ -255,9 +269,11 @@ def _stats_like(x: Tensor, dim: int) -> Stats:
 
 
 _softmax_op = operators.define(
-    "online_softmax", "(Tensor x, SymInt dim) -> Tensor", _softmax, lambda x, dim: torch.empty_like(x)
+    "online_softmax", "(Tensor x, SymInt dim) -> Tensor", _softmax, lambda x, dim: torch.empty_like(x), _softmax_again
 )
-_stats_op = operators.define("softmax_stats", "(Tensor x, SymInt dim) -> (Tensor, Tensor)", _stats, _stats_like)
+_stats_op = operators.define(
+    "softmax_stats", "(Tensor x, SymInt dim) -> (Tensor, Tensor)", _stats, _stats_like, _stats_again
+)
 
 
 def _softmax_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:

@@ -6,7 +6,7 @@ By names of torch's that are private, and the same in 2.11 and 2.13.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ except ImportError:  # a torch that names these otherwise: everything may look o
 
     def _is_tracing() -> bool:
         return True
+
+
+# As exact types: what derives from them may compute otherwise. An op's list has flags in it.
+NUMBERS = (type(None), bool, int, float, str, list)
+ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def transformed(x: Tensor) -> bool:
@@ -73,6 +78,20 @@ def shares_out(function: Any) -> bool:
 def batched(x: Tensor) -> bool:
     """Many tensors in the guise of one, as autograd.grad(is_grads_batched=True) hands a backward pass."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def plain(tensors: Iterable[Any], options: Iterable[Any] = ()) -> bool:
+    """Ordinary dense tensors, a model's parameters too, and numbers, and no compiler, mode or transform looks on."""
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:  # in every call of compiled code, and all() takes twice as long
+        if x is not None and not (type(x) in ORDINARY and dense_and_real(x)):
+            return False
+    return all(type(x) in NUMBERS for x in options) and not watched()
+
+
+def dense_and_real(x: Tensor) -> bool:
+    return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg() or batched(x))
 
 
 def watched() -> bool:

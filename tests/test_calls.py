@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_lite as fa
-from flashattn_lite import arguments, calls
+from flashattn_lite import arguments, calls, watchers
 
 
 class Watch(TorchDispatchMode):
@@ -263,6 +263,21 @@ def test_a_trace_of_what_replaces_torchs_serves_other_lengths(lead):
     assert torch.equal(traced(longer), call(longer))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_of_batches_that_no_view_has_serves_others():
+    """Not a loop over as many entries as there were when it was traced."""
+    turned = lambda x: x.permute(1, 0, 2, 3, 4)
+    of_keys = lambda q, k: fa.scaled_dot_product_attention(q, k, k)
+    of_masks = lambda q, mask: fa.scaled_dot_product_attention(turned(q), turned(q), turned(q), mask)
+    x, y = torch.randn(2, 3, 4, 5, 8), torch.randn(5, 6, 4, 5, 8)
+    cases = [
+        (of_keys, (x, x[:1]), (y, y[:1])),
+        (of_masks, (x, torch.randn(3, 1, 4, 5, 5)), (y, torch.randn(6, 1, 4, 5, 5))),
+    ]
+    for call, first, then in cases:
+        assert torch.equal(torch.jit.trace(call, first)(*then), call(*then))
+
+
 def test_a_models_parameters_are_ordinary():
     """Sinks and biases are: an op would cost each call of such a model 60 us of Python."""
     q, k, v = qkv()
@@ -273,7 +288,7 @@ def test_a_models_parameters_are_ordinary():
         pass
 
     def ordinary(*tensors):
-        seen.append(calls.plain((q, k, v, *tensors), (None, "auto")))
+        seen.append(watchers.plain((q, k, v, *tensors), (None, "auto")))
 
     ordinary(bias, sinks), ordinary(bias, Listen(torch.randn(4)))
     assert seen == [True, False]

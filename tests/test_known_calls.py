@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashattn_lite as fa
-from flashattn_lite import calls, decode, ops
+from flashattn_lite import calls, decode, ops, sdpa, watchers
 from flashattn_lite.problem import UNPROMISED
 from tests.test_calls import forgotten, qkv  # noqa: F401
 
@@ -81,9 +81,9 @@ def test_gradients_of_packed_sequences_without_limits_measure_once(monkeypatch):
 
 
 def test_numbers_of_other_types_are_not_plain():
-    assert calls.plain((X, None), (1, 2.0, None, True, "auto"))
-    assert not calls.plain((X,), (torch.tensor(1.0),))
-    assert not calls.plain((X.to_sparse(),), ())
+    assert watchers.plain((X, None), (1, 2.0, None, True, "auto"))
+    assert not watchers.plain((X,), (torch.tensor(1.0),))
+    assert not watchers.plain((X.to_sparse(),), ())
 
 
 def test_a_window_may_be_a_list(device):
@@ -136,3 +136,48 @@ def test_strides_of_results_and_their_gradients(which, monkeypatch):
     turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
     run([turned(x) if i == which else x for i, x in enumerate(results)])
     assert len(made) == (1 if results[which].dim() == 3 else 2)
+
+
+MASKS = {
+    "none": None,
+    "padding": torch.rand(2, 1, 1, 7) > 0.3,
+    "all dims": torch.randn(2, 4, 5, 7),
+    "no batch": torch.rand(4, 5, 7) > 0.3,
+    "lengths": torch.randn(5, 7),
+}
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+@pytest.mark.parametrize("mask", MASKS)
+def test_torchs_function_knows_masks_and_heads_alone(mask, dims, monkeypatch, device):
+    """Each was checked in every call once, which took 80 us for 18; what may not be is refused when it is known too."""
+    torchs = torch.nn.functional.scaled_dot_product_attention
+    lead = (2, 4)[4 - dims :]
+    q, k = torch.randn(*lead, 5, 16, device=device), torch.randn(*lead, 7, 16, device=device)
+    given = MASKS[mask]
+    if given is not None:
+        given = given[0] if given.dim() > dims else given
+        given = given.to(device)
+    call = lambda options: fa.scaled_dot_product_attention(q, k, k, given, **options)
+    for options in ({}, {"scale": 1, "dropout_p": 0}, {"scale": 0.5, "enable_gqa": True}):
+        want, first = torchs(q, k, k, given, **options), call(options)
+        with monkeypatch.context() as patch:
+            patch.setattr(sdpa, "_checked", lambda *_: pytest.fail("is checked again"))
+            again = call(options)
+        assert torch.equal(again, first) and again.shape == want.shape
+        torch.testing.assert_close(first, want)
+    if given is not None:
+        with pytest.raises(ValueError, match="attn_mask: must be None when is_causal is True"):
+            fa.scaled_dot_product_attention(q, k, k, given, is_causal=True)
+        with pytest.raises(ValueError, match="attn_mask: "):
+            fa.scaled_dot_product_attention(q, k, k, given[None, None, None, None])
+    with pytest.raises(NotImplementedError, match="dropout_p: "):
+        fa.scaled_dot_product_attention(q, k, k, given, 1)
+
+
+def test_heads_of_another_number_are_not_taken_for_grouped_ones():
+    q, k = torch.randn(4, 5, 16), torch.randn(2, 7, 16)
+    for _ in range(2):
+        fa.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        with pytest.raises(ValueError, match="key: batch dims and heads must broadcast"):
+            fa.scaled_dot_product_attention(q, k, k)

@@ -229,8 +229,6 @@ def attention_forward(
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
-    if attention_mask is not None:
-        attention_mask = attention_mask[..., : key.shape[2]]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()

@@ -156,7 +156,7 @@ def _shapes_backward(*args: Any) -> tuple[Tensor, ...]:
     d_out, _, _, _, *rest, needs = args
     inputs, _ = problem_of(tuple(rest))
     return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need and x is not None else d_out.new_empty(0)
+        torch.empty_like(x) if need and x is not None else d_out.new_empty(0)
         for x, need in zip(inputs[:DIFFERENTIABLE], needs, strict=True)
     )
 

@@ -48,7 +48,7 @@ def backward(
     d_lse: Tensor,
     needs: tuple[bool, ...],
 ) -> Grads:
-    """Gradients of q, k, v, mask and sinks in their own shapes and dtypes; None where `needs` says so."""
+    """Gradients of q, k, v, mask and sinks, shapes, order in memory and dtypes theirs; None where `needs` says so."""
     sums: list[Tensor | None] = []
     wide = torch.promote_types(problem.dtype, torch.float32)
     for name, x, need in zip(Inputs._fields, inputs, needs, strict=False):
@@ -57,7 +57,7 @@ def backward(
             continue
         # The mask's and the sinks' gradients are sums over tiles; q's, k's and v's are complete when they are stored.
         dtype = torch.promote_types(x.dtype, wide) if name in ("mask", "sinks") else x.dtype
-        sums.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
+        sums.append(torch.zeros_like(x, dtype=dtype))
     grads: Grads = (sums[0], sums[1], sums[2], sums[3], sums[4])
     with as_written(problem.device):
         for seq in sequences(problem, inputs) if lse.numel() else ():

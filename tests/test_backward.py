@@ -67,3 +67,32 @@ def test_gradients_of_float64_are_float64(device):
     for ours, want in zip(gradients(fa.attention, tensors, d_out, causal=True), wanted, strict=True):
         # Scores of some hundreds are off by their eps (1e-13), and so is every P; a float32 lse alone gave 9e-5.
         torch.testing.assert_close(ours, want, atol=1e-10, rtol=1e-10)
+
+
+LAID = {
+    "as a projection leaves it": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a part of a fused one": lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2)[:, :, 1].transpose(1, 2),
+    "contiguous": lambda x: x,
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "columns apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("laid", LAID)
+def test_gradients_lie_as_what_they_are_of(laid, dtype, compiled, device):
+    """In the order of heads and rows that a projection left: what goes back through it needs no copy."""
+    tensors = [LAID[laid](x).detach().requires_grad_() for x in qkv(device, dtype)]
+    mask = LAID[laid](torch.randn(2, 4, 9, 11).to(device, dtype)).detach().requires_grad_()
+    torch._dynamo.reset()  # each case compiles this anew, and torch counts
+    attend = lambda q, k, v, mask: fa.attention(q, k, v, mask=mask)
+    call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    d_out = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    given = (*tensors, mask)
+    grads = torch.autograd.grad(call(*given), given, d_out)
+    wanted = torch.autograd.grad(attention_reference(*tensors, mask=mask), given, d_out)
+    for x, ours, want in zip(given, grads, wanted, strict=True):
+        assert ours.stride() == torch.empty_like(x).stride()
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # sums of eleven products of normal numbers, rounded
+        torch.testing.assert_close(ours, want, atol=tolerance, rtol=tolerance)

@@ -256,10 +256,7 @@ class Call:
     def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[list[Tensor | None], Rows]:
         """Gradients of q, k, v and mask to be filled, and what the launches say to each other."""
         make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
-        grads = [
-            make(x, memory_format=torch.contiguous_format) if need and x is not None else None
-            for x, need in zip(inputs[:4], self.needs, strict=False)
-        ]
+        grads = [make(x) if need and x is not None else None for x, need in zip(inputs[:4], self.needs, strict=False)]
         return grads, Rows(self.problem, lse)
 
     def launches(

@@ -1,48 +1,46 @@
-"""Host time of one attention call, with no wait for the GPU in it: python -m benchmarks.host_time [--out CSV].
+"""Host time of one call, with no wait for the GPU in it: python -m benchmarks.host_time [--ops ...] [--out CSV].
 
-The problem is tiny (4 sequences of 128, 8 heads of 64, bf16) and the GPU is waited for after every 20 calls, outside of
-what is timed: a queue of 1024 launches never fills, so that a call never waits, whatever the GPU does. Each call is
-timed by itself; 600 calls a provider in 30 rounds, the providers in turn in each, garbage collection off.
+The problems are tiny (benchmarks/host_calls.py: attention of 4 sequences of 128, 8 heads of 64, bf16) and the GPU is
+waited for after every 20 runs, outside of what is timed: a queue of 1024 launches never fills, so that a call never
+waits, whatever the GPU does. Each run is timed by itself; 600 runs a provider in 30 rounds, the providers in turn in
+each, garbage collection off. A run is one call; in compiled code eight in a row, whose time is divided by eight.
 With grad, the inputs ask for gradients: the forward then builds its node, and no backward runs.
-Rows of metric host_us (microseconds; median, p20, p80 over calls). The column op says dense or packed, without or with
-"+grad". torch's switch of backend is set outside of what is timed. A provider that can't be imported or refuses has a
-row of metric absent, with the reason as its value.
+Rows of metric host_us (microseconds of a call; median, p20, p80 over runs). The column op says what was called: dense,
+packed, with a mask, decoding, softmax, and "+grad" or "+compiled". torch's switch of backend is set outside of what is
+timed. A provider that can't be imported or refuses has a row of metric absent, with the reason as its value.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.command import need_gpu, parser_of
-from benchmarks.packed_providers import PACKED, pack
+from benchmarks.host_calls import BATCH, HEAD_DIM, HEADS, LENGTH, Calls, every
 from benchmarks.progress import Progress
 from benchmarks.provenance import results_of, row_provenance, write_rows
-from benchmarks.providers import OURS, PROVIDERS, Provider, importable, in_a_line, sdpa
+from benchmarks.providers import Provider, importable, in_a_line
 
-BATCH, HEADS, LENGTH, HEAD_DIM = 4, 8, 128, 64
-ROUNDS, CALLS, WARM = 30, 20, 10  # calls in a round: times some 10 launches each, far below the queue's 1024
+ROUNDS, RUNS, WARM = 30, 20, 10  # runs in a round: times some ten launches each, below the queue's 1024
 
-Run = Callable[[], Any]  # one call on fixed inputs
+Run = Callable[[], Any]  # on fixed inputs
 
 
 @dataclass
 class Subject:
-    """One provider on one problem: what it runs, and the nanoseconds of each of its calls."""
+    """One provider on one problem: what it runs, of how many calls, and the nanoseconds of each run."""
 
     name: str
     run: Run
     provider: Provider
+    row: int = 1
     nanoseconds: list[int] = field(default_factory=list)
 
     def warm(self) -> None:
@@ -56,52 +54,39 @@ class Subject:
         torch.cuda.synchronize()
         with self.provider.setting():
             run()  # the first one after a pause is slower
-            for _ in range(CALLS):
+            for _ in range(RUNS):
                 start = clock()
                 run()
                 samples.append(clock() - start)
 
     def microseconds(self, share: float) -> str:
         ordered = sorted(self.nanoseconds)
-        return f"{ordered[round(share * (len(ordered) - 1))] / 1e3:.1f}"
+        return f"{ordered[round(share * (len(ordered) - 1))] / self.row / 1e3:.1f}"
 
 
-def packed(name: str) -> Provider:
-    return PACKED[name]()(pack([LENGTH] * BATCH, "cuda"))
-
-
-DENSE: dict[str, Callable[[], Provider]] = {"sdpa": sdpa, **PROVIDERS}
-VARLEN: dict[str, Callable[[], Provider]] = {name: partial(packed, name) for name in (*OURS, "sdpa-varlen")}
-# op -> shape of q, k and v; who takes it
-FORMS: dict[str, tuple[tuple[int, ...], dict[str, Callable[[], Provider]]]] = {
-    "attention_forward": ((BATCH, HEADS, LENGTH, HEAD_DIM), DENSE),
-    "attention_varlen_forward": ((BATCH * LENGTH, HEADS, HEAD_DIM), VARLEN),
-}
-
-
-def check(out: Tensor, qkv: Sequence[Tensor], causal: bool) -> None:
+def check(out: Tensor, calls: Calls) -> None:
     """What is timed must be right, and must be part of a graph where gradients are asked for."""
-    if out.requires_grad != qkv[0].requires_grad:
+    first, *rest = calls.inputs
+    if out.requires_grad != first.requires_grad:
         raise NotImplementedError("its output asks for no gradient where its inputs do")
-    per_head = (lambda x: x.unflatten(0, (BATCH, LENGTH)).transpose(1, 2)) if out.dim() == 3 else (lambda x: x)
-    out, q, k, v = (per_head(x.detach()).double() for x in (out, *qkv))
-    exact = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    error = ((out - exact).norm() / exact.norm()).item()
+    exact, *others = (x.detach().double() if x.is_floating_point() else x for x in (first, *rest))
+    for _ in range(calls.row):
+        exact = calls.exact(exact, *others, calls.causal)
+    error = ((out.detach().double() - exact).norm() / exact.norm()).item()
     if not error <= torch.finfo(torch.bfloat16).eps:  # fused peers are at a quarter of it
         raise ArithmeticError(f"wrong: relative error {error:.2e}")
 
 
-def subjects(
-    providers: dict[str, Provider], qkv: Sequence[Tensor], causal: bool, absent: dict[str, str]
-) -> list[Subject]:
+def subjects(providers: dict[str, Provider], calls: Calls, absent: dict[str, str]) -> list[Subject]:
     """Those that run it; the others' reasons go into `absent`."""
     found = []
     for name, provider in providers.items():
-        subject = Subject(name, lambda call=provider.call: call(*qkv, causal), provider)  # type: ignore[misc]
+        run = lambda call=provider.call: call(*calls.inputs, calls.causal)
+        subject = Subject(name, run, provider, calls.row)
         try:
             with provider.setting():
                 out = subject.run()
-            check(out, qkv, causal)  # outside: a backend of torch's that was chosen takes no float64
+            check(out, calls)  # outside: a backend of torch's that was chosen takes no float64
             subject.warm()
         except Exception as refusal:
             absent[name] = in_a_line(refusal)
@@ -110,12 +95,10 @@ def subjects(
     return found
 
 
-def measure(
-    providers: dict[str, Provider], qkv: Sequence[Tensor], causal: bool, cell: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """The rows of one problem."""
-    absent: dict[str, str] = {}
-    turns = subjects(providers, qkv, causal, absent)
+def measure(calls: Calls, cell: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of one kind of call."""
+    providers, absent = importable(calls.makers)
+    turns = subjects(providers, calls, absent)
     gc.collect()
     gc.disable()
     try:
@@ -131,29 +114,31 @@ def measure(
         yield {**cell, "provider": name, "metric": "absent", "median": why}
 
 
+def cell_of(calls: Calls) -> dict[str, Any]:
+    cell: dict[str, Any] = {"op": calls.op, "dtype": "bf16", "causal": calls.causal}
+    if calls.op.startswith("attention"):
+        len_q = 1 if "decode" in calls.op else LENGTH
+        cell |= {"batch": BATCH, "heads_q": HEADS, "heads_kv": HEADS, "len_q": len_q, "len_kv": LENGTH,
+                 "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM}  # fmt: skip
+    return cell
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of("host_time", __doc__)
+    parser.add_argument("--ops", nargs="+", help="those that begin with one of these; default: all")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/host_time.csv")
     options = parser.parse_args(argv)
     need_gpu(parser, ": without one there is no launch to time")
     out = options.out or results_of() / "host_time.csv"
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    problems = list(itertools.product((False, True), repeat=2))  # causal, grad
     provenance = row_provenance("cuda")
-    with Progress(len(FORMS) * len(problems)) as bar:
-        for form, (op, (shape, makers)) in enumerate(FORMS.items()):
-            providers, missing = importable(makers)
-            rows += [{**provenance, "op": op, "provider": name, "metric": "absent", "median": why}
-                     for name, why in missing.items()]  # fmt: skip
-            for number, (causal, grad) in enumerate(problems):
-                qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
-                cell = {**provenance, "op": op + "+grad" * grad, "batch": BATCH, "heads_q": HEADS, "heads_kv": HEADS,
-                        "len_q": LENGTH, "len_kv": LENGTH, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM,
-                        "dtype": "bf16", "causal": causal}  # fmt: skip
-                bar.show(form * len(problems) + number, f"{cell['op']} {'causal' if causal else 'full'}")
-                rows += measure(providers, qkv, causal, cell)
-                write_rows(out, rows)
+    chosen = [calls for calls in every() if calls.op.startswith(tuple(options.ops or ("",)))]
+    with Progress(len(chosen)) as bar:
+        for number, calls in enumerate(chosen):
+            bar.show(number, f"{calls.op} {'causal' if calls.causal else 'full'}")
+            rows += measure(calls, {**provenance, **cell_of(calls)})
+            write_rows(out, rows)
     print_table(rows)
     print(f"rows: {out}")
 
@@ -167,7 +152,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             table.setdefault((row["provider"], row["op"]), {})["causal" if row["causal"] else "full"] = shown
     print(f"{'provider':24} {'op':32} {'full':>8} {'causal':>8}  µs of host time a call, median")
     for (provider, op), shown in sorted(table.items()):
-        print(f"{provider:24} {op:32} {shown['full']:>8} {shown['causal']:>8}")
+        print(f"{provider:24} {op:32} {shown.get('full', '-'):>8} {shown.get('causal', '-'):>8}")
     for row in rows:
         if row["metric"] == "absent":
             print(f"absent: {row['provider']}, {row['op']}: {row['median']}")

@@ -17,6 +17,7 @@ from benchmarks import (
     cpu_softmax,
     decode,
     decode_mixed,
+    host_calls,
     host_time,
     packed,
     packed_providers,
@@ -258,7 +259,8 @@ def test_a_result_is_checked_outside_of_its_providers_setting(monkeypatch):
     absent = {}
     call = providers.PROVIDERS["flashattn_lite"]().call
     qkv = [torch.randn(2, 2, 16, 8) for _ in range(3)]
-    found = host_time.subjects({"ours": providers.Provider(call, setting)}, qkv, True, absent)
+    kind = host_calls.Calls("attention_forward", tuple(qkv), {}, host_calls.exact_dense, causal=True)
+    found = host_time.subjects({"ours": providers.Provider(call, setting)}, kind, absent)
     assert [subject.name for subject in found] == ["ours"] and not absent
 
 
@@ -294,3 +296,25 @@ def test_the_cpu_benchmark_of_softmax_finds_what_is_wrong(wrong, monkeypatch):
     else:
         with pytest.raises(ArithmeticError, match="softmax 20 x 50 float32: wrong by"):
             list(cpu_softmax.measure_all())
+
+
+def test_every_call_whose_host_time_is_taken_is_right_and_a_wrong_one_is_not_timed(monkeypatch):
+    """On the CPU: eager, with gradients and in compiled code."""
+    monkeypatch.setattr(host_calls, "COLUMNS", 64)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_time, "WARM", 1)
+    kinds, ops = [], set()
+    for calls in host_calls.every("cpu"):
+        names = [name for name in ("flashattn_lite", "sdpa", "torch") if name in calls.makers]
+        absent, made = {}, {name: calls.makers[name]() for name in names}
+        kinds += [subject.name for subject in host_time.subjects(made, calls, absent)]
+        ops.add(calls.op)
+        assert not absent
+    assert ops > {
+        "attention_forward+mask+compiled",
+        "attention_decode+compiled",
+        "online_softmax",
+        "attention_varlen_forward+grad",
+    }
+    wrong = providers.Provider(lambda x, _: x)
+    assert host_time.subjects({"wrong": wrong}, calls, absent) == [] and "wrong: relative error" in absent["wrong"]

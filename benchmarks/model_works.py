@@ -1,0 +1,169 @@
+"""The models that benchmarks/models.py runs: of known sizes, by their configs alone, with weights drawn by chance.
+
+Of layers that are all alike a model has the first LAYERS; the UNet is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LAYERS = 8
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """make(): a model; inputs(device): what it is called with. rival: the attention that such models have today."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[str], Inputs]
+    training: bool = False  # a step's gradients too
+    compiled: bool = False  # also by torch.compile, which takes it some ten seconds
+    rival: str = "sdpa"
+
+
+def llama(hidden: int, heads: int, heads_kv: int, inner: int, layers: int = LAYERS) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads_kv, use_cache=False,
+                         intermediate_size=inner, num_hidden_layers=layers, vocab_size=32000,
+                         max_position_embeddings=65536)  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gemma2() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(
+        Gemma2Config(hidden_size=3584, num_attention_heads=16, num_key_value_heads=8, head_dim=256, use_cache=False,
+                     intermediate_size=14336, num_hidden_layers=LAYERS, vocab_size=32000)
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(num_hidden_layers=LAYERS), add_pooling_layer=False)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(hidden_size=1024, num_hidden_layers=LAYERS, num_attention_heads=16, intermediate_size=4096)
+    return ViTModel(config, add_pooling_layer=False)
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperModel
+
+    config = WhisperConfig(d_model=1280, encoder_layers=LAYERS, encoder_attention_heads=20, encoder_ffn_dim=5120,
+                           decoder_layers=1, decoder_attention_heads=20)  # fmt: skip
+    encoder: nn.Module = WhisperModel(config).encoder
+    return encoder
+
+
+def sdxl() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    unet: nn.Module = UNet2DConditionModel(
+        sample_size=128, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), block_out_channels=(320, 640, 1280),
+        transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), cross_attention_dim=2048,
+        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=256,
+        projection_class_embeddings_input_dim=2816,
+    )  # fmt: skip
+    return unet
+
+
+def wan() -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    model: nn.Module = WanTransformer3DModel(
+        num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=LAYERS
+    )
+    return model
+
+
+def flux() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    model: nn.Module = FluxTransformer2DModel(num_layers=LAYERS // 2, num_single_layers=LAYERS, guidance_embeds=True)
+    return model
+
+
+def normal(device: str, *shape: int) -> Tensor:
+    """In the default dtype, which is the model's."""
+    return torch.randn(shape, device=device)
+
+
+def tokens(device: str, batch: int, length: int) -> Tensor:
+    return torch.randint(30000, (batch, length), device=device)
+
+
+def padded(device: str, batch: int, length: int) -> Inputs:
+    lengths = torch.linspace(length // 2, length, batch, device=device)
+    mask = (torch.arange(length, device=device) < lengths[:, None]).long()
+    return {"input_ids": tokens(device, batch, length), "attention_mask": mask}
+
+
+def learning(device: str, batch: int, length: int) -> Inputs:
+    ids = tokens(device, batch, length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def flux_inputs(device: str, side: int, text: int) -> Inputs:
+    """An image of side x side patches (1024 pixels: 64)."""
+    return {
+        "hidden_states": normal(device, 1, side * side, 64), "encoder_hidden_states": normal(device, 1, text, 4096),
+        "pooled_projections": normal(device, 1, 768), "timestep": normal(device, 1), "guidance": normal(device, 1),
+        "img_ids": torch.zeros(side * side, 3, device=device), "txt_ids": torch.zeros(text, 3, device=device),
+        "return_dict": False,
+    }  # fmt: skip
+
+
+def sdxl_inputs(device: str) -> Inputs:
+    """1024 x 1024 pixels, with and without the text."""
+    added = {"text_embeds": normal(device, 2, 1280), "time_ids": normal(device, 2, 6)}
+    return {
+        "sample": normal(device, 2, 4, 128, 128), "encoder_hidden_states": normal(device, 2, 77, 2048),
+        "timestep": torch.tensor(5, device=device), "added_cond_kwargs": added, "return_dict": False,
+    }  # fmt: skip
+
+
+def wan_inputs(device: str) -> Inputs:
+    """81 frames of 480 x 832 pixels: 32760 tokens."""
+    return {
+        "hidden_states": normal(device, 1, 16, 21, 60, 104), "encoder_hidden_states": normal(device, 1, 512, 4096),
+        "timestep": torch.tensor([5], device=device), "return_dict": False,
+    }  # fmt: skip
+
+
+def prompt(device: str, length: int) -> Inputs:
+    return {"input_ids": tokens(device, 1, length), "logits_to_keep": 1}
+
+
+def llama_8b() -> nn.Module:
+    return llama(4096, 32, 8, 14336)
+
+
+WORKS = {
+    "llama-8b-512": Work(llama_8b, lambda device: prompt(device, 512), compiled=True),
+    "llama-8b-2k": Work(llama_8b, lambda device: prompt(device, 2048), compiled=True),
+    "llama-8b-16k": Work(llama_8b, lambda device: prompt(device, 16384)),
+    "gemma2-9b-4k": Work(gemma2, lambda device: prompt(device, 4096), rival="eager"),
+    "bert-padded": Work(bert, lambda device: padded(device, 32, 512)),
+    "vit-l": Work(vit, lambda device: {"pixel_values": normal(device, 32, 3, 224, 224)}, compiled=True),
+    "whisper-large": Work(whisper, lambda device: {"input_features": normal(device, 8, 80, 3000)}),
+    "flux": Work(flux, lambda device: flux_inputs(device, 64, 512), compiled=True),
+    "sdxl": Work(sdxl, sdxl_inputs),
+    "wan-480p": Work(wan, wan_inputs),
+    "llama-1b-train": Work(
+        lambda: llama(2048, 32, 8, 8192), lambda device: learning(device, 4, 2048), training=True, compiled=True
+    ),
+    "vit-l-train": Work(vit, lambda device: {"pixel_values": normal(device, 64, 3, 224, 224)}, training=True),
+}

@@ -1,0 +1,198 @@
+"""Time and memory of whole models, with the attention that they have today and with ours: nothing else is changed.
+
+python -m benchmarks.models [--models llama-8b-2k ...] [--modes eager compiled] [--out CSV]
+
+The models are transformers' and diffusers' (benchmarks/model_works.py), in bf16, with random weights; those of a
+library that is not there are absent. A model of transformers takes our attention by its name, one of diffusers by
+replace_sdpa. Before anything is timed both are compared with the same model in float32 with the attention of today:
+ours may be off by 1.5 times as much as the rival (relative norms of the result, or of all gradients in training). A run
+is a forward without gradients, or a forward and backward; it is timed between two events, after 300 ms of the same, for
+500 ms, in two rounds, the second in opposite order. What the host does counts where the GPU waits for it, as in use.
+Rows of metric ms (median, p20, p80 over runs), peak_mib (most memory beyond what lay there before a run),
+relative_error and watts. The column op says the mode and whether it learns: forward, forward+compiled, train.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flashattn_lite
+from benchmarks.command import need_gpu, parser_of
+from benchmarks.model_works import WORKS, Inputs, Work
+from benchmarks.progress import Progress
+from benchmarks.provenance import COLUMNS, results_of, row_provenance, write_rows
+from benchmarks.providers import in_a_line
+from benchmarks.timing import Timing, sustained
+
+OURS, NAME = "flashattn_lite", "attn_lite"
+WARM_MS, TIMED_MS = 300, 500
+MOST_ERROR = 1.5  # of the rival's
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def attending(model: nn.Module, provider: str) -> AbstractContextManager[Any]:
+    """Within this the model's attention is the provider's."""
+    if hasattr(model, "set_attn_implementation"):  # of transformers
+        choose: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+        choose(NAME if provider == OURS else provider)
+        return nullcontext()
+    return flashattn_lite.replace_sdpa() if provider == OURS else nullcontext()
+
+
+def result(out: Any) -> Tensor:
+    if isinstance(out, tuple):
+        return out[0]
+    named: Tensor = out.logits if "logits" in out else out.last_hidden_state
+    return named
+
+
+def run(model: Callable[..., Any], inputs: Inputs, training: bool) -> Tensor:
+    """The result; in training the loss, and gradients added to those in the parameters."""
+    if not training:
+        with torch.no_grad():
+            return result(model(**inputs))
+    out = model(**inputs)
+    loss: Tensor = out.loss if "labels" in inputs else result(out).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def outcome(model: nn.Module, inputs: Inputs, training: bool) -> list[Tensor]:
+    """What is compared."""
+    model.zero_grad()
+    out = run(model, inputs, training)
+    if not training:
+        return [out.float()]
+    return [p.grad.float() for p in model.parameters() if p.grad is not None]
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    """Norm of the difference, over the norm."""
+    off = sum((a - b).square().sum().item() for a, b in zip(got, want, strict=True))
+    return (off / sum(b.square().sum().item() for b in want)) ** 0.5
+
+
+def in_float32(inputs: Inputs) -> Inputs:
+    wide = lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+    return {name: {n: wide(y) for n, y in x.items()} if isinstance(x, dict) else wide(x) for name, x in inputs.items()}
+
+
+def errors(model: nn.Module, inputs: Inputs, work: Work) -> dict[str, float]:
+    """By provider, against the model in float32."""
+    exact = copy.deepcopy(model).float()
+    with attending(exact, work.rival):
+        want = outcome(exact, in_float32(inputs), work.training)
+    del exact
+    found = {}
+    for provider in (work.rival, OURS):
+        with attending(model, provider):
+            found[provider] = error(outcome(model, inputs, work.training), want)
+    model.zero_grad()
+    return found
+
+
+def peak_mib(call: Callable[[], Any]) -> float:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure(model: nn.Module, inputs: Inputs, work: Work, compiled: bool) -> dict[str, tuple[Timing, float]]:
+    """By provider: its time, its memory."""
+    torch._dynamo.reset()
+    called = torch.compile(model, dynamic=False) if compiled else model
+
+    def call() -> None:
+        model.zero_grad()
+        run(called, inputs, work.training)
+
+    names = (work.rival, OURS)
+    timings, memory = {name: Timing() for name in names}, {}
+    for turn in (names, names[::-1]):
+        for name in turn:
+            with attending(model, name):
+                call()  # compiles, the first time
+                memory[name] = peak_mib(call)
+                timings[name].add(sustained(lambda _: call(), WARM_MS, TIMED_MS))
+    model.zero_grad()
+    return {name: (timings[name], memory[name]) for name in names}
+
+
+def rows_of(name: str, work: Work, modes: Sequence[str], device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Those of one model."""
+    torch.manual_seed(0)
+    with default_dtype(dtype):
+        with torch.device(device):
+            model = work.make().train(work.training).requires_grad_(work.training)
+        inputs = work.inputs(device)
+        op = "train" if work.training else "forward"
+        found = errors(model, inputs, work)
+        if not found[OURS] <= MOST_ERROR * found[work.rival]:
+            raise ArithmeticError(f"wrong: relative error {found[OURS]:.2e}, {work.rival}'s {found[work.rival]:.2e}")
+        for provider, off in found.items():
+            yield {"op": op, "model": name, "provider": provider, "metric": "relative_error", "median": f"{off:.2e}"}
+        for mode in modes:
+            if mode == "compiled" and not work.compiled:
+                continue
+            for provider, (timing, mib) in measure(model, inputs, work, mode == "compiled").items():
+                cell = {"op": op + "+compiled" * (mode == "compiled"), "model": name, "provider": provider}
+                low, middle, high = (f"{timing.quantile(share):.3f}" for share in (0.2, 0.5, 0.8))
+                yield {**cell, "metric": "ms", "median": middle, "p20": low, "p80": high}
+                yield {**cell, "metric": "peak_mib", "median": f"{mib:.0f}"}
+                if timing.joules:
+                    yield {**cell, "metric": "watts", "median": f"{timing.watts:.0f}"}
+
+
+def columns() -> list[str]:
+    """Those of all benchmarks, with the model's name in front of the problem."""
+    at = COLUMNS.index("provider") + 1
+    return [*COLUMNS[:at], "model", *COLUMNS[at:]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of("models", __doc__)
+    parser.add_argument("--models", nargs="+", choices=WORKS, default=list(WORKS), metavar="NAME", help="default: all")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>/models.csv")
+    options = parser.parse_args(argv)
+    need_gpu(parser)
+    out = options.out or results_of() / "models.csv"
+    flashattn_lite.integrations.transformers.register(NAME)
+    common = {**row_provenance("cuda"), "dtype": "bf16"}
+    rows: list[dict[str, Any]] = []
+    with Progress(len(options.models)) as bar:
+        for number, name in enumerate(options.models):
+            bar.show(number, name)
+            try:
+                for row in rows_of(name, WORKS[name], options.modes, "cuda", torch.bfloat16):
+                    rows.append({**common, **row})
+                    if row["metric"] == "ms":
+                        print(f"{name} {row['op']}: {row['provider']} {row['median']} ms", flush=True)
+            except Exception as reason:
+                rows.append({**common, "model": name, "metric": "absent", "median": in_a_line(reason)})
+                print(f"{name}: absent: {in_a_line(reason)}", flush=True)
+            write_rows(out, rows, columns())
+            torch.cuda.empty_cache()
+    print(f"rows: {out}")
+
+
+if __name__ == "__main__":
+    main()

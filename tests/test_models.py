@@ -1,0 +1,63 @@
+"""benchmarks/models.py: whole models with their attention and with ours, compared before they are timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import model_works, models
+from benchmarks.timing import Timing
+from flashattn_lite.integrations import transformers as integration
+
+pytest.importorskip("transformers", reason="its models are those that are run")
+integration.register(models.NAME)
+TINY = model_works.Work(lambda: model_works.llama(32, 4, 2, 32, layers=1), lambda device: model_works.prompt(device, 9))
+LEARNING = replace(TINY, inputs=lambda device: model_works.learning(device, 2, 9), training=True)
+
+
+def rows(work, monkeypatch, modes=("eager", "compiled")):
+    timed = []
+
+    def measure(model, inputs, work, compiled):
+        timed.append(compiled)
+        return {name: (Timing([2.0, 1.0, 3.0]), 5.0) for name in (work.rival, models.OURS)}
+
+    monkeypatch.setattr(models, "measure", measure)
+    return list(models.rows_of("tiny", work, modes, "cpu", torch.bfloat16)), timed
+
+
+@pytest.mark.parametrize("work", [TINY, LEARNING], ids=["forward", "train"])
+def test_a_model_is_compared_and_timed(work, monkeypatch):
+    found, timed = rows(replace(work, compiled=True), monkeypatch)
+    assert timed == [False, True]
+    op = "train" if work.training else "forward"
+    values = {(row["op"], row["provider"], row["metric"]): row["median"] for row in found}
+    assert {values[op, name, "ms"] for name in ("sdpa", models.OURS)} == {"2.000"}
+    assert values[op + "+compiled", models.OURS, "peak_mib"] == "5"
+    assert float(values[op, models.OURS, "relative_error"]) < 0.03
+    assert set().union(*found) <= set(models.columns())
+
+
+def test_what_is_compiled_in_minutes_is_not(monkeypatch):
+    assert rows(TINY, monkeypatch)[1] == [False]
+
+
+@pytest.mark.parametrize("work", [TINY, LEARNING], ids=["forward", "train"])
+def test_a_model_that_is_wrong_with_ours_is_not_timed(work, monkeypatch):
+    """And what runs with ours is ours."""
+    attend = integration.attention
+    monkeypatch.setattr(integration, "attention", lambda *args, **options: attend(*args, **options) * 1.5)
+    with pytest.raises(ArithmeticError, match="wrong: relative error"):
+        rows(work, monkeypatch)
+
+
+def test_models_of_diffusers_take_what_stands_for_torchs_function():
+    q = torch.randn(1, 2, 5, 8)
+    attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    with models.attending(torch.nn.Module(), models.OURS) as report:
+        attend()
+    with models.attending(torch.nn.Module(), "sdpa"):
+        attend()
+    assert report.calls == 1

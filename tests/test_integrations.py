@@ -193,6 +193,13 @@ def test_names_that_are_refused(name, error, text):
     assert text in str(raised.value)
 
 
+def test_models_of_5_0_and_5_1_are_not_served(monkeypatch):
+    """Their masks have a column too many, or are none where nothing is causal, for all that is not called "sdpa"."""
+    monkeypatch.setattr(transformers, "__version__", "5.1.0")
+    with pytest.raises(ImportError, match=r"needs transformers, 5\.2 or newer.*\(here is 5\.1\.0\)"):
+        integration.register()
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("dropout", 0.1), ("output_attentions", True), ("cache", object()), ("sinks", torch.zeros(1, 2, 4, 1))],

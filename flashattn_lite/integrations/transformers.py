@@ -41,7 +41,8 @@ def register(name: str = "attn_lite") -> None:
     read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
-        ImportError: transformers is not there, or older than 5.
+        ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column
+            too many, or none where they are not causal, for all that is not called "sdpa".
         ValueError, TypeError: for the name. In a model, NotImplementedError for dropout in training, weights as an
             output (`output_attentions`, where a model hands it on: GPT-2, OPT, SigLIP and others give none, as beside
             torch's function), sinks per query, head dims above 256, packed lengths beside an indexer's choice, torch's
@@ -67,13 +68,14 @@ def register(name: str = "attn_lite") -> None:
     if not name or "flash" in name or "|" in name or "/" in name:
         relation = 'must not be empty nor have "flash", "|" or "/" in it, which mean something else to transformers'
         raise value_error("name", relation, name, 'The default is "attn_lite".')
+    needed = "register: needs transformers, 5.2 or newer. Install it: pip install 'transformers>=5.2'"
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, __version__
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
-        raise ImportError(
-            "register: needs transformers, 5 or newer. Install it: pip install 'transformers>=5'"
-        ) from error
+        raise ImportError(needed) from error
+    if tuple(map(int, __version__.split(".")[:2])) < (5, 2):
+        raise ImportError(f"{needed} (here is {__version__})")
     if AttentionInterface().get(name, attention_forward) is not attention_forward or name == "eager":
         raise value_error("name", "must not be one that transformers has", name, 'The default is "attn_lite".')
     torch.compiler.assume_constant_result(functions_of)  # a look through modules is nothing for a compiler to trace

@@ -65,6 +65,13 @@ def decoding() -> Iterator[Work]:
     yield Work("decoding, unequal lengths", rows, ratios)
 
 
+def whole_models() -> Iterator[Work]:
+    rows = [row for row in H200("models") if row["metric"] == "ms"]
+    for op, name in (("forward", "whole models, forward"), ("forward+compiled", "whole models, compiled")):
+        some = [row for row in rows if row["op"] == op]
+        yield Work(name, some, by_time(tables.speeds(some, "ms", "model")))
+
+
 def others() -> Iterator[Work]:
     rows = H200("softmax")
     ratios = [tables.to_best(cell, "copy") for _, pair in tables.bandwidths(rows, "softmax") for cell in pair]
@@ -80,7 +87,7 @@ def others() -> Iterator[Work]:
 
 def lines() -> list[str]:
     table = tables.header("work", "mean", "least to most", "ahead in", "commit")
-    for work in (*forward(), *decoding(), *others()):
+    for work in (*forward(), *decoding(), *whole_models(), *others()):
         ratios = list(work.ratios)
         least, most = (tables.bold_below_1(ratio) for ratio in (min(ratios), max(ratios)))
         ahead = f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)}"

@@ -257,6 +257,33 @@ def shapes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def models(rows: Sequence[Row]) -> list[str]:
+    """Milliseconds of whole models with ours and with what they have, and MiB beyond what lay there before."""
+    times, memory = (speeds(rows, metric, "model", "op") for metric in ("ms", "peak_mib"))
+    lines = header("model", "run", "ours", "theirs", "to theirs", "MiB, ours", "theirs")
+    for (model, op), cell in times.items():
+        (rival,) = rivals(cell)
+        ratio, room = cell[rival] / cell[OURS], memory[model, op]
+        run = op.replace("+compiled", ", compiled")
+        ours, theirs = (f"{cell[name]:.1f}" for name in (OURS, rival))
+        lines.append(line(model, run, ours, theirs, bold_below_1(ratio), f"{room[OURS]:.0f}", f"{room[rival]:.0f}"))
+    return lines
+
+
+def host_time(rows: Sequence[Row]) -> list[str]:
+    """Microseconds of the host a call, full / causal where there are both."""
+    cells = speeds(rows, "host_us", "op", "causal")
+    names = (OURS, f"{OURS}-triton", "sdpa", "fa3", "flex", "torch")
+    lines = header("call", "ours", "our portable kernel", "torch's SDPA", "FA3", "FlexAttention", "torch.softmax")
+    for op in dict.fromkeys(op for op, _ in cells):
+        pair = [cells[op, causal] for causal in ("False", "True") if (op, causal) in cells]
+        shown = [{"sdpa-varlen": "sdpa"}.get(name, name) for name in pair[0]]
+        pair = [dict(zip(shown, cell.values(), strict=True)) for cell in pair]
+        texts = [joined(pair, name) if name in pair[0] else "" for name in names]
+        lines.append(line(op.removesuffix("_forward").replace("_forward", ""), *texts))
+    return lines
+
+
 def backward(rows: Sequence[Row]) -> list[str]:
     """TFLOP/s of the backward (to torch's flash backward, to cuDNN's, to FlashAttention-3's)."""
     cells = speeds(rows, "tflops", "head_dim", "causal", "len_q")
@@ -311,6 +338,8 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode_each": decode_each,
     "decode_mixed": lambda read: decode_mixed(read("decode_mixed")),
     "shapes": lambda read: shapes(read("shapes")),
+    "models": lambda read: models(read("models")),
+    "host_time": lambda read: host_time(read("host_time")),
     "first_call": lambda read: first_call(read("first_call")),
     "backward": lambda read: backward(read("backward")),
     "backward_fp32": lambda read: backward_beside(read("backward_fp32"), "float32"),

@@ -28,7 +28,7 @@ WRONG = [
             ("memory", ["--device", "cuda"], "needs a GPU; or --device cpu"),
             *(
                 (name, [], "needs a GPU")
-                for name in ("attention", "backward", "packed", "shapes", "softmax", "decode", "first_call")
+                for name in ("attention", "backward", "packed", "shapes", "softmax", "decode", "first_call", "models")
             ),
         )
     ],

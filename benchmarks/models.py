@@ -4,10 +4,11 @@ python -m benchmarks.models [--models llama-8b-2k ...] [--modes eager compiled] 
 
 The models are transformers' and diffusers' (benchmarks/model_works.py), in bf16, with random weights; those of a
 library that is not there are absent. A model of transformers takes our attention by its name, one of diffusers by
-replace_sdpa. Before anything is timed both are compared with the same model in float32 with the attention of today:
-ours may be off by 1.5 times as much as the rival (relative norms of the result, or of all gradients in training). A run
-is a forward without gradients, or a forward and backward; it is timed between two events, after 300 ms of the same, for
-500 ms, in two rounds, the second in opposite order. What the host does counts where the GPU waits for it, as in use.
+replace_sdpa. Before they are timed both, compiled too, are compared with the same model in float32 with the attention
+of today: ours may be off by 1.5 times as much as the rival (relative norms of the result, or of all gradients in
+training). A run is a forward without gradients, or a forward and backward; it is timed between two events, after 300 ms
+of the same, for 500 ms, in two rounds, the second in opposite order. What the host does counts where the GPU waits for
+it, as in use.
 Rows of metric ms (median, p20, p80 over runs), peak_mib (most memory beyond what lay there before a run),
 relative_error and watts. The column op says the mode and whether it learns: forward, forward+compiled, train.
 """
@@ -49,6 +50,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def attending(model: nn.Module, provider: str) -> AbstractContextManager[Any]:
     """Within this the model's attention is the provider's."""
     if hasattr(model, "set_attn_implementation"):  # of transformers
+        flashattn_lite.integrations.transformers.register(NAME)
         choose: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         choose(NAME if provider == OURS else provider)
         return nullcontext()
@@ -73,10 +75,10 @@ def run(model: Callable[..., Any], inputs: Inputs, training: bool) -> Tensor:
     return loss.detach()
 
 
-def outcome(model: nn.Module, inputs: Inputs, training: bool) -> list[Tensor]:
-    """What is compared."""
+def outcome(called: Callable[..., Any], model: nn.Module, inputs: Inputs, training: bool) -> list[Tensor]:
+    """What is compared. called: the model, compiled or not."""
     model.zero_grad()
-    out = run(model, inputs, training)
+    out = run(called, inputs, training)
     if not training:
         return [out.float()]
     return [p.grad.float() for p in model.parameters() if p.grad is not None]
@@ -93,17 +95,26 @@ def in_float32(inputs: Inputs) -> Inputs:
     return {name: {n: wide(y) for n, y in x.items()} if isinstance(x, dict) else wide(x) for name, x in inputs.items()}
 
 
-def errors(model: nn.Module, inputs: Inputs, work: Work) -> dict[str, float]:
-    """By provider, against the model in float32."""
-    exact = copy.deepcopy(model).float()
-    with attending(exact, work.rival):
-        want = outcome(exact, in_float32(inputs), work.training)
-    del exact
+def exact(model: nn.Module, inputs: Inputs, work: Work) -> list[Tensor]:
+    """The outcome in float32, with the attention of today."""
+    wide = copy.deepcopy(model).float()
+    with attending(wide, work.rival):
+        return outcome(wide, wide, in_float32(inputs), work.training)
+
+
+def errors(
+    called: Callable[..., Any], model: nn.Module, inputs: Inputs, work: Work, want: list[Tensor]
+) -> dict[str, float]:
+    """By provider. ArithmeticError if ours is wrong, or nothing called it."""
     found = {}
     for provider in (work.rival, OURS):
-        with attending(model, provider):
-            found[provider] = error(outcome(model, inputs, work.training), want)
+        with attending(model, provider) as report:
+            found[provider] = error(outcome(called, model, inputs, work.training), want)
+        if provider == OURS and report is not None and called is model and not report.calls:
+            raise ArithmeticError("nothing called ours")
     model.zero_grad()
+    if not found[OURS] <= MOST_ERROR * found[work.rival]:
+        raise ArithmeticError(f"wrong: relative error {found[OURS]:.2e}, {work.rival}'s {found[work.rival]:.2e}")
     return found
 
 
@@ -115,10 +126,10 @@ def peak_mib(call: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(model: nn.Module, inputs: Inputs, work: Work, compiled: bool) -> dict[str, tuple[Timing, float]]:
+def measure(
+    called: Callable[..., Any], model: nn.Module, inputs: Inputs, work: Work
+) -> dict[str, tuple[Timing, float]]:
     """By provider: its time, its memory."""
-    torch._dynamo.reset()
-    called = torch.compile(model, dynamic=False) if compiled else model
 
     def call() -> None:
         model.zero_grad()
@@ -129,7 +140,7 @@ def measure(model: nn.Module, inputs: Inputs, work: Work, compiled: bool) -> dic
     for turn in (names, names[::-1]):
         for name in turn:
             with attending(model, name):
-                call()  # compiles, the first time
+                call()
                 memory[name] = peak_mib(call)
                 timings[name].add(sustained(lambda _: call(), WARM_MS, TIMED_MS))
     model.zero_grad()
@@ -143,17 +154,23 @@ def rows_of(name: str, work: Work, modes: Sequence[str], device: str, dtype: tor
         with torch.device(device):
             model = work.make().train(work.training).requires_grad_(work.training)
         inputs = work.inputs(device)
-        op = "train" if work.training else "forward"
-        found = errors(model, inputs, work)
-        if not found[OURS] <= MOST_ERROR * found[work.rival]:
-            raise ArithmeticError(f"wrong: relative error {found[OURS]:.2e}, {work.rival}'s {found[work.rival]:.2e}")
-        for provider, off in found.items():
-            yield {"op": op, "model": name, "provider": provider, "metric": "relative_error", "median": f"{off:.2e}"}
+        want = exact(model, inputs, work)
         for mode in modes:
             if mode == "compiled" and not work.compiled:
                 continue
-            for provider, (timing, mib) in measure(model, inputs, work, mode == "compiled").items():
-                cell = {"op": op + "+compiled" * (mode == "compiled"), "model": name, "provider": provider}
+            torch._dynamo.reset()
+            called = torch.compile(model, dynamic=False) if mode == "compiled" else model
+            op = ("train" if work.training else "forward") + "+compiled" * (mode == "compiled")
+            for provider, off in errors(called, model, inputs, work, want).items():
+                yield {
+                    "op": op,
+                    "model": name,
+                    "provider": provider,
+                    "metric": "relative_error",
+                    "median": f"{off:.2e}",
+                }
+            for provider, (timing, mib) in measure(called, model, inputs, work).items():
+                cell = {"op": op, "model": name, "provider": provider}
                 low, middle, high = (f"{timing.quantile(share):.3f}" for share in (0.2, 0.5, 0.8))
                 yield {**cell, "metric": "ms", "median": middle, "p20": low, "p80": high}
                 yield {**cell, "metric": "peak_mib", "median": f"{mib:.0f}"}
@@ -175,7 +192,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     need_gpu(parser)
     out = options.out or results_of() / "models.csv"
-    flashattn_lite.integrations.transformers.register(NAME)
     common = {**row_provenance("cuda"), "dtype": "bf16"}
     rows: list[dict[str, Any]] = []
     with Progress(len(options.models)) as bar:

@@ -280,7 +280,7 @@ def host_time(rows: Sequence[Row]) -> list[str]:
         shown = [{"sdpa-varlen": "sdpa"}.get(name, name) for name in pair[0]]
         pair = [dict(zip(shown, cell.values(), strict=True)) for cell in pair]
         texts = [joined(pair, name) if name in pair[0] else "" for name in names]
-        lines.append(line(op.removesuffix("_forward").replace("_forward", ""), *texts))
+        lines.append(line(op.replace("_forward", ""), *texts))
     return lines
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Asked first, because every call does, and a device's name takes longer. A private name of torch's.
+_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 
 def as_written(device: torch.device) -> AbstractContextManager[None]:
     """Every product in the dtypes of its operands, also inside a caller's torch.autocast."""
@@ -16,7 +19,7 @@ def as_written(device: torch.device) -> AbstractContextManager[None]:
 
 def autocasts(device: torch.device) -> bool:
     """Whether torch.autocast is on for tensors of that device; meta knows none, and says so by an error."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return _anywhere() and device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def lowered(device: torch.device, *args: Any) -> tuple[Any, ...]:

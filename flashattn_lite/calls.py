@@ -29,12 +29,11 @@ Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAME
 
 @dataclass(eq=False)
 class Ready:
-    """A call that was prepared. `trusted`: the door has let its metadata through; `plain`: it came as plain tensors."""
+    """A call that was prepared. `trusted`: the door has let its metadata through."""
 
     problem: AttentionProblem
     run: Callable[[Inputs, Tensor, Tensor], None]
     trusted: bool = False
-    plain: bool = False
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -138,7 +137,7 @@ def _key(args: Arguments) -> tuple[Any, ...]:
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
         v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
-        q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, options, *map(type, options),
+        place(q), place(k), place(v), options, *map(type, options),
     )  # fmt: skip
     key += tuple([x if x is None else metadata(x) for x in optional])
     # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
@@ -147,7 +146,13 @@ def _key(args: Arguments) -> tuple[Any, ...]:
 
 def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a launch depends on of a tensor."""
-    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.data_ptr() % 16)
+    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), place(x))
+
+
+def place(x: Tensor) -> int:
+    """Where x lies in 16 bytes; -1: nowhere, as what stands for zeros or for a function of views."""
+    address = x.data_ptr()
+    return address % 16 if address else -1
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:

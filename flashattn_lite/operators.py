@@ -19,7 +19,7 @@ from flashattn_lite.watchers import plain
 
 NAMESPACE = "flashattn_lite"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_at_once: dict[Any, Callable[..., Any]] = {}  # by op: its results with no more dispatching, or None
+_short: dict[Any, Callable[..., Any]] = {}  # by op: its results with no more dispatching, or None
 
 Results = tuple[Tensor, ...]
 
@@ -37,21 +37,22 @@ def define(
     nothing looks on, else None: compiled code asks for neither checks nor plans anew.
     """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
     @torch._disable_dynamo
     def computed(*args: Any) -> Any:
         return run(*args) if (results := again(*args)) is None else results
 
-    def at_once(*args: Any) -> Any:
+    _library.impl(name, computed, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+    def short(*args: Any) -> Any:
         if (results := again(*args)) is not None:
             return results
         return computed(*args) if plain(args[:tensors], args[tensors:]) else None
 
-    _library.impl(name, computed, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    _at_once[op] = at_once
+    _short[op] = short
     return op
 
 
@@ -84,11 +85,13 @@ def derive(op: Any, save: Callable[..., Any], backward: Callable[..., Any], no_t
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    at_once = _at_once[op]
+    short = _short[op]
 
     def dispatched(*args: Any) -> Any:
-        # To be dispatched once more would take compiled code as long as all else here.
-        if not torch.is_grad_enabled() and (results := at_once(*args)) is not None:
+        # To be dispatched once more would take compiled code as long as all else here. Where Dynamo follows, it is not:
+        # what an op does is nothing to compile.
+        quick = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if quick and (results := short(*args)) is not None:
             return results
         # The door sees those of its own level; here come those of transforms around it, without requires_grad too.
         if any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args):

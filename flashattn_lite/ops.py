@@ -34,9 +34,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked problem."""
     check_values(args)
     args = measured(args)
-    ready = calls.prepared(args)
-    ready.plain = ready.plain or plain(args[:NUM_TENSORS], args[NUM_TENSORS:])
-    return calls.run(ready, args)
+    return calls.run(calls.prepared(args), args)
 
 
 def _again(*args: Any) -> tuple[Tensor, Tensor] | None:
@@ -44,7 +42,7 @@ def _again(*args: Any) -> tuple[Tensor, Tensor] | None:
     if args[CU_SEQLENS_Q] is not None:
         return None
     ready = calls.look_up(calls._ready, calls._key, args)
-    return calls.run(ready, args) if ready is not None and ready.plain else None
+    return None if ready is None else calls.run(ready, args)
 
 
 def _shapes(*args: Any) -> tuple[Tensor, Tensor]:

@@ -123,28 +123,27 @@ def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float | None) -> calls
 def _recall(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> Tensor | None:
-    """The result, if the door knows a call of this kind, with all dims; nothing has been checked yet."""
-    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
-        return None
-    if query.is_nested or key.is_nested or value.is_nested:  # whose shape can't be asked for
+    """The result, if the door knows such a call (3 or 4 dims, nothing to broadcast); nothing is checked yet."""
+    if query is None or key is None or value is None or not watchers.plain((query, key, value, attn_mask)):
         return None
     dims = query.dim()
     if dims not in (3, 4) or not dims == key.dim() == value.dim():
         return None
     if type(dropout_p) not in (float, int) or dropout_p != 0 or type(is_causal) is not bool:
         return None
-    if type(scale) not in (type(None), float, int) or type(enable_gqa) is not bool:
+    if type(scale) is int and abs(scale) < 2**53:
+        scale = float(scale)
+    if type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
         return None
     if (query.shape[-3] != key.shape[-3] and not enable_gqa) or autocasts(query.device):
         return None
     if attn_mask is not None:
-        if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.dim() > dims or is_causal:
+        if is_causal or attn_mask.dim() > dims or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
-    inputs = Inputs(query, key, value, attn_mask)
-    if dims == 3:
-        inputs = Inputs(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), attn_mask)
-    scale = None if scale is None else float(scale)
+        if attn_mask.dim() < 4:
+            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+    tensors = (query, key, value) if dims == 4 else (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
+    inputs = Inputs(*tensors, attn_mask)
     done = ops.recall(_arguments(inputs, (is_causal, 0 if is_causal else None), scale))
     if done is None:
         return None

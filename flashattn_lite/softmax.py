@@ -150,7 +150,7 @@ def _recall(op: str, x: Tensor, dim: int) -> Any:
     key = op, x.shape, x.stride(), x.dtype, x.device, dim, x.data_ptr() % 16
     if key not in _ready:
         remember(_ready, key, _prepared(op, x, dim))
-        return None  # this call is checked
+        return None  # this call is checked, by the door or by what has prepared it
     return _ready.get(key)  # None too where another thread has just made room by forgetting all
 
 

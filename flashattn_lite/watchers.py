@@ -84,14 +84,17 @@ def plain(tensors: Iterable[Any], options: Iterable[Any] = ()) -> bool:
     """Ordinary dense tensors, a model's parameters too, and numbers, and no compiler, mode or transform looks on."""
     if torch.compiler.is_compiling():
         return False
-    for x in tensors:  # in every call of compiled code, and all() takes twice as long
+    for x in tensors:  # in every call, and all() takes twice as long; options are told by their types alone
         if x is not None and not (type(x) in ORDINARY and dense_and_real(x)):
             return False
     return all(type(x) in NUMBERS for x in options) and not watched()
 
 
 def dense_and_real(x: Tensor) -> bool:
-    return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_neg() or batched(x))
+    """Numbers that lie in memory as they are: torch's stand-ins for zeros and for functions of views are none."""
+    if x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_neg() or batched(x):
+        return False
+    return not (x._is_zerotensor() or torch._is_functional_tensor(x))
 
 
 def watched() -> bool:

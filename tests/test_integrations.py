@@ -195,7 +195,7 @@ def test_names_that_are_refused(name, error, text):
 
 def test_models_of_5_0_and_5_1_are_not_served(monkeypatch):
     """Their masks have a column too many, or are none where nothing is causal, for all that is not called "sdpa"."""
-    monkeypatch.setattr(transformers, "__version__", "5.1.0")
+    monkeypatch.setattr("transformers.__version__", "5.1.0")
     with pytest.raises(ImportError, match=r"needs transformers, 5\.2 or newer.*\(here is 5\.1\.0\)"):
         integration.register()
 

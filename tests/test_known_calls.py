@@ -175,6 +175,22 @@ def test_torchs_function_knows_masks_and_heads_alone(mask, dims, monkeypatch, de
         fa.scaled_dot_product_attention(q, k, k, given, 1)
 
 
+def test_what_torchs_door_refuses_it_refuses_of_calls_that_ours_knows():
+    """attention takes masks of any float dtype, say."""
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)
+    mask = torch.randn(1, 1, 5, 7).bfloat16()
+    sdpa_of = lambda mask, **options: fa.scaled_dot_product_attention(q, k, k, mask, **options)
+    for _ in range(2):
+        fa.attention(q, k, k, mask=mask)
+        with pytest.raises(TypeError, match="attn_mask: dtype must be bool, float32 or query's"):
+            sdpa_of(mask)
+        with pytest.raises(TypeError, match=r"attn_mask: .* Call \.to_dense\(\)"):
+            sdpa_of(torch.ones(5, 7).to_sparse())
+        with pytest.raises(ValueError, match="scale: "):
+            sdpa_of(None, scale=10**400)
+        sdpa_of(None)
+
+
 def test_heads_of_another_number_are_not_taken_for_grouped_ones():
     q, k = torch.randn(4, 5, 16), torch.randn(2, 7, 16)
     for _ in range(2):

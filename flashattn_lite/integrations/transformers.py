@@ -181,7 +181,7 @@ def check_taken(
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
         raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
-    if attention_mask is not None and attention_mask.shape[-1] not in (1, key.shape[2]):
+    if attention_mask is not None and attention_mask.shape[-1] not in (key.shape[2], 1):
         remedy = "Leave out the cache, or its keys' part of the mask (a checkpointed layer in training has no cache)."
         relation = f"must have a column for each of {key.shape[2]} keys, else nobody knows which are whose"
         raise value_error("attention_mask", relation, attention_mask, remedy)

@@ -69,8 +69,8 @@ def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def check_values(args: calls.Arguments) -> None:
     """What the door could not read, because a compiler or a transform stood for it."""
-    check_window((args[AT["window_left"]], args[AT["window_right"]]))
     inputs = Inputs(*args[:NUM_TENSORS])
+    check_window((args[AT["window_left"]], args[AT["window_right"]]))
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
         limits = (args[AT[name]] for name in PROMISES)
         check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)

@@ -87,6 +87,7 @@ def exact_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def every(device: str = "cuda") -> Iterator[Calls]:
+    """All kinds."""
 
     def random(*shape: int, grad: bool = False) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=grad)

@@ -62,7 +62,7 @@ def measured(args: tuple[Any, ...]) -> tuple[Any, ...]:
     given = list(args)
     for side in ("q", "k"):
         cu, at = Inputs._fields.index(f"cu_seqlens_{side}"), AT[f"max_seqlen_{side}"]
-        if given[cu] is not None and given[at] is None:
+        if given[at] is None:
             given[at] = unpromised(side, longest(given[cu]))
     return tuple(given)
 

@@ -17,7 +17,7 @@ from flashattn_lite import forks, sdpa
 from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.autocast import autocasts
 from flashattn_lite.errors import not_implemented
-from flashattn_lite.watchers import plain, shares_out, watched
+from flashattn_lite.watchers import ORDINARY, plain, shares_out, watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -139,7 +139,7 @@ def _kind(given: tuple[Any, ...], is_causal: Any) -> Kind:
     bias = is_causal_bias(attn_mask)  # a tensor of nothing, and causal
     mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) and not bias else None
     tensors = given[:3] if bias else given
-    transformed = watched() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+    transformed = watched() or any(type(x) not in ORDINARY for x in tensors)
     lower = autocasts(query.device) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
     q, k, v = map(_shape, (query, key, value))

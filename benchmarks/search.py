@@ -55,7 +55,7 @@ def backward(dim: int, dim_v: int, dtype: torch.dtype, rows: int, features: dict
     lse = torch.empty((4, rows) if packed else (1, 4, rows))
     call = backward_launch.Call(problem, inputs, out, needs, target)
     for start, args in call.launches(inputs, out, lse, out, lse, *call.allocate(inputs, lse)):
-        yield compiled(GPU, (start.kernel, start.grid, args, start.options))
+        yield compiled(GPU, start.plan(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def distributed(x: Tensor) -> bool:
 
 def shares_out(function: Any) -> bool:
     """Whether what stands in the place of torch's attention is context_parallel's: a process has a part of the keys."""
-    module: str = getattr(function, "__globals__", {}).get("__name__", "")
+    if not isinstance(function, FunctionType):  # torch's own, in most calls
+        return False
+    module: str = function.__globals__.get("__name__", "")
     return module.startswith("torch.distributed.")
 
 

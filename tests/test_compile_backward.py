@@ -47,10 +47,7 @@ def kernels(gpu: str, case: str):
     needs = (True, True, True, problem.features.mask == "float", problem.features.sinks)
     call = backward_launch.Call(problem, inputs, out, needs, GPUS[gpu][1])
     launches = call.launches(inputs, out, lse, out, lse, *call.allocate(inputs, lse))
-    return [
-        (getattr(args[-1], "CAREFUL", False), compiled(gpu, (start.kernel, start.grid, args, start.options)))
-        for start, args in launches
-    ]
+    return [(getattr(args[-1], "CAREFUL", False), compiled(gpu, start.plan(args))) for start, args in launches]
 
 
 @pytest.mark.parametrize(

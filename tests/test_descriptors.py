@@ -56,8 +56,17 @@ def run(monkeypatch):
 
 
 def arguments(number=5):
+    """What a launch brings; its second and third argument are descriptors to the kernel."""
     q, k, v = (torch.empty(3, 64) for _ in range(3))
-    return q, Descriptor(k), Descriptor(v), (1, torch.empty(2)), number, TILE
+    return q, k, v, (1, torch.empty(2)), number, TILE
+
+
+def described():
+    return descriptors.Descriptors(*(Descriptor(torch.empty(3, 64)) for _ in range(2)), first=1)
+
+
+def found(run, args):
+    return descriptors.found(run, GRID, FIXED, described(), STREAM, args)
 
 
 def plainly(launch):
@@ -74,12 +83,12 @@ def alike(a, b):
 def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
     """The same arguments in the same places, whatever changed; each address gets one map."""
     first = arguments()
-    launcher = descriptors.found(run, GRID, FIXED, STREAM, first)
+    launcher = found(run, first)
     assert launcher is not None and run.seen == [] and next(run.made) == 2
     other = arguments(6)
     for args, stream in ((first, STREAM), (other, STREAM), (first, 12), (other, 13), (arguments(7), 14)):
         launcher(stream, args)
-        run(*GRID, stream, *FIXED, *args)
+        run(*GRID, stream, *FIXED, *described().of(args))
         ours, tritons = run.seen
         run.seen.clear()
         assert len(ours) == len(tritons) and alike(plainly(ours), plainly(tritons))
@@ -89,10 +98,10 @@ def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
 
 def test_maps_keep_no_tensor_alive(run):
     args = arguments()
-    launcher = descriptors.found(run, GRID, FIXED, STREAM, args)
+    launcher = found(run, args)
     launcher(STREAM, args)
     run.seen.clear()
-    alive = [weakref.ref(x) for x in (args[0], args[1].base, args[2].base, args[3][1])]
+    alive = [weakref.ref(x) for x in (*args[:3], args[3][1])]
     del args
     assert not any(reference() is not None for reference in alive)
 
@@ -100,31 +109,30 @@ def test_maps_keep_no_tensor_alive(run):
 def test_no_more_than_most_are_kept(run, monkeypatch):
     monkeypatch.setattr(descriptors, "MOST", 5)
     kept = [arguments() for _ in range(4)]
-    launcher = descriptors.found(run, GRID, FIXED, STREAM, kept[0])
+    launcher = found(run, kept[0])
     for args in kept:
         launcher(STREAM, args)
         assert len(launcher.kept) <= 5
-    addresses = [[str(x.base.data_ptr()) for x in args[1:3]] for args in kept]
+    addresses = [[str(x.data_ptr()) for x in args[1:3]] for args in kept]
     assert [[x for x in plainly(launch) if str(x).isdigit() and len(str(x)) > 6] for launch in run.seen] == addresses
 
 
 def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
     args = arguments()
-    assert descriptors.found(run, GRID, FIXED, STREAM, args[:1] + args[3:]) is None  # no descriptors
     for name, value in (("global_scratch_size", 8), ("profile_scratch_size", 8), ("gsan_enabled", True)):
         before = getattr(run, name)
         setattr(run, name, value)
-        assert descriptors.found(run, GRID, FIXED, STREAM, args) is None, name
+        assert found(run, args) is None, name
         setattr(run, name, before)
     launch = run.launch
     for other in (print, lambda *args: None, lambda *args: launch(*args)):
         run.launch = other
-        assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
+        assert found(run, args) is None
     launcher = lambda *args: None
     run.launch = lambda *args: launcher(*args[:-1])  # hands on less
-    assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
+    assert found(run, args) is None
     run.launch = lambda *args: launcher(*(x.base if isinstance(x, Descriptor) else x for x in args))  # no maps
-    assert descriptors.found(run, GRID, FIXED, STREAM, args) is None
+    assert found(run, args) is None
     assert run.seen == []
 
 
@@ -148,10 +156,10 @@ def test_a_starter_goes_below_where_it_can(run, below, monkeypatch):
             return lambda *args, **options: Compiled()
 
     monkeypatch.setattr(Compiled, "run", run, raising=False)
-    starter, args = start.Starter(Kernel(), GRID[0], {}), arguments()
+    starter, args = start.Starter(Kernel(), GRID[0], {}, described()), arguments()
     for _ in range(3):
         starter(args)
-    run(*GRID, STREAM, *FIXED, *args)
+    run(*GRID, STREAM, *FIXED, *described().of(args))
     assert (starter.launcher is not None) == below and len(run.seen) == 3
     assert all(alike(plainly(ours), plainly(run.seen[-1])) for ours in run.seen)
     assert next(run.made) == (4 if below else 6)  # once, and for the comparison; or each time
@@ -174,15 +182,18 @@ def test_the_launcher_of_this_triton_is_found(backend, monkeypatch):
         assert torch.equal(fa.attention(*qkv, causal=True, backend=backend), out)
 
 
-def test_a_launch_that_fails_keeps_nothing():
-    """The first one too, whose descriptors all others are copied from."""
-    kept = descriptors.Descriptors(Descriptor(torch.empty(3, 64)))
-    for _ in range(2):
-        x = torch.empty(3, 64)
-        there = weakref.ref(x)
-        kept.lend(x)  # and nobody takes it back
-        del x
-        assert there() is None
+def test_descriptors_keep_nothing_and_each_launch_has_its_own():
+    """Neither the tensors that they were made of, nor those of a launch, which may fail; two may be at it at once."""
+    first, x, y = (torch.empty(3, 64) for _ in range(3))
+    there = [weakref.ref(tensor) for tensor in (first, x)]
+    kept = descriptors.Descriptors(Descriptor(first), first=1)
+    before, one, after = kept.of(("q", x, 5))
+    _, other, _ = kept.of(("q", y, 5))
+    assert (before, after) == ("q", 5) and one.base is x and other.base is y and one.shape == [3, 64]
+    with pytest.raises(ValueError, match="shorter"):
+        kept.of(("q",))
+    del first, x, one
+    assert not any(reference() is not None for reference in there)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
@@ -196,5 +207,6 @@ def test_both_keys_and_values_must_be_what_the_copy_engine_takes(which):
         problem = describe(inputs, causal=False, **none)
         config = TileConfig(64, 64, 4, 3)
         rows = torch.empty(1, 2, 40)
-        made[name] = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, H200, config).tma
+        call = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, H200, config)
+        made[name] = call.start.descriptors is not None
     assert made == {"whole": True, "odd": False}

@@ -32,6 +32,8 @@ def chosen_mask(
     keys for each group of neighbouring heads (MiniMax-M3); how long one is the module's indexer says. What is below 0
     stands for no key.
     """
+    if indices is None and block_indices is None:
+        return None
     batch, heads, len_q, _ = query.shape
     len_k = key.shape[2]
     mask = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
@@ -172,22 +173,23 @@ def check_taken(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] > MAX_HEAD_DIM:
             raise not_implemented(name, f"head dims go up to {MAX_HEAD_DIM}", x, OTHER_IMPLEMENTATION)
-    if not torch.compiler.is_compiling() and shares_out(torch.nn.functional.scaled_dot_product_attention):
+    if not torch.compiler.is_compiling() and shares_out(functional.scaled_dot_product_attention):
         relation = "within torch's context_parallel each process would see its own keys alone"
         raise not_implemented("attn_implementation", relation, "attn_lite", OTHER_IMPLEMENTATION)
     if cache is not None:
         remedy = "Use a dynamic or static cache, or a function of transformers' own."
         raise not_implemented("cache", "continuous batching is not implemented", type(cache).__name__, remedy)
-    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+    if attention_mask is None:
+        return
+    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
         raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
-    if attention_mask is not None and attention_mask.shape[-1] not in (key.shape[2], 1):
+    if attention_mask.shape[-1] not in (key.shape[2], 1):
         remedy = "Leave out the cache, or its keys' part of the mask (a checkpointed layer in training has no cache)."
         relation = f"must have a column for each of {key.shape[2]} keys, else nobody knows which are whose"
         raise value_error("attention_mask", relation, attention_mask, remedy)
     config = getattr(module, "config", None)
-    rewrites = getattr(config, "model_type", None) in REWRITES_MASKS
-    if rewrites and attention_mask is not None and attention_mask.dtype == torch.bool:
+    if attention_mask.dtype == torch.bool and getattr(config, "model_type", None) in REWRITES_MASKS:
         raise not_served(config)  # a mask of the caller's, for which nobody asked `attention_mask`
 
 

@@ -172,7 +172,7 @@ class Call:
         leaves = [*rows, tile.O_WIDTH]
         copied_keys = min(page or tile.BLOCK_N, tile.BLOCK_N)
         copied = (of_mask(expanded_mask(problem, inputs.mask), tile),) if tile.MASK_COPIED else ()
-        self.descriptors = Descriptors(
+        descriptors = Descriptors(
             by_group(inputs.q, tile.GROUP, [*rows, tile.BLOCK_D], packed),
             by_head(inputs.k, [copied_keys, tile.BLOCK_D], packed),
             by_head(inputs.v, [copied_keys, tile.BLOCK_DV], packed),
@@ -180,34 +180,25 @@ class Call:
             *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
-        self.scores = score_args(problem, inputs) if all(x is None for x in (*inputs[3:], table)) else None
+        scores = score_args(problem, inputs) if all(x is None for x in (*inputs[3:], table)) else None
+        self.last = None if scores is None else (*self.numbers, scores, problem.features, tile)
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks]}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
-        self.start = Starter(attention_hopper_kernel, blocks, options)
+        self.start = Starter(attention_hopper_kernel, blocks, options, descriptors)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
 
     def arguments(
-        self,
-        lent: list[Any],
-        inputs: Inputs,
-        table: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        counter: Tensor | Address,
+        self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, counter: Tensor | Address
     ) -> tuple[Any, ...]:
-        """`lent`: descriptors. In parts, acc and m come in the place of out and lse."""
-        scores = self.scores or score_args(self.problem, inputs, table)
-        masks = () if self.tile.MASK_COPIED else (None,)
-        return (*lent, *masks, out, lse, counter, *self.numbers, scores, self.problem.features, self.tile)
+        """In parts, acc and m come in the place of out and lse."""
+        mask = expanded_mask(self.problem, inputs.mask) if self.tile.MASK_COPIED else None
+        last = self.last
+        if last is None:
+            last = (*self.numbers, score_args(self.problem, inputs, table), self.problem.features, self.tile)
+        return (inputs.q, inputs.k, inputs.v, out, mask, out, lse, counter, *last)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         on(out.device, self._launch, inputs, out, lse, table)
-
-    def lend(self, inputs: Inputs, out: Tensor) -> list[Any]:
-        """Descriptors of q, k, v, out (in parts acc) and, where it is copied, the mask."""
-        if not self.tile.MASK_COPIED:
-            return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out)
-        return self.descriptors.lend(inputs.q, inputs.k, inputs.v, out, expanded_mask(self.problem, inputs.mask))
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
@@ -217,10 +208,8 @@ class Call:
             behind = [(self.merge.start, self.merge.arguments(inputs, out, lse, states))]
         elif self.uncovered:
             behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
-        lent = self.lend(inputs, states[2])
-        arguments = self.arguments(lent, inputs, table, states[2], states[0], counters.next(out.device))
+        arguments = self.arguments(inputs, table, states[2], states[0], counters.next(out.device))
         start_all([(self.start, arguments), *behind])
-        self.descriptors.take_back(lent)
 
 
 def prepare(
@@ -244,8 +233,7 @@ def plan(
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     if call.merge:
         lse, _, out = call.merge.states(out)
-    lent = call.lend(inputs, out)
-    return call.start.plan(call.arguments(lent, inputs, table, out, lse, counter))
+    return call.start.plan(call.arguments(inputs, table, out, lse, counter))
 
 
 def merge_of(

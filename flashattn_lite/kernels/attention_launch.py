@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,43 +80,34 @@ class Call:
         q, k, v = inputs.q, inputs.k, inputs.v
         packed = problem.features.varlen
         # What is not pipelined gains nothing by it.
-        self.tma = config.num_stages > 1 and has_tma(target) and takes_tma(k) and takes_tma(v)
-        self.tile = tile = tile_of(problem, inputs, target, config, self.tma)
+        tma = config.num_stages > 1 and has_tma(target) and takes_tma(k) and takes_tma(v)
+        self.tile = tile = tile_of(problem, inputs, target, config, tma)
         num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
         # Packed, [rows, H, D] is read as one batch of [H, rows, D].
         rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (problem.len_q, problem.len_k)
-        if self.tma:
-            self.descriptors = Descriptors(
-                descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed),
-                descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed),
-            )
+        descriptors = None
+        if tma:
+            of_k = descriptor(k, [tile.BLOCK_N, tile.BLOCK_D], packed)
+            descriptors = Descriptors(of_k, descriptor(v, [tile.BLOCK_N, tile.BLOCK_DV], packed), first=1)
         self.numbers = (
             *(strides(x, packed) for x in (q, k, v, out)),
             *lse_strides(lse, packed),
             *(num_m, rows_q, rows_k, problem.diag_lo, problem.diag_hi, problem.heads_q),
         )
         blocks = num_m * problem.batch * problem.heads_q
-        self.start = Starter(attention_kernel, blocks, options_of(config))
+        self.start = Starter(attention_kernel, blocks, options_of(config), descriptors)
         self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
 
-    def lend(self, inputs: Inputs) -> list[Any]:
-        """k and v as the kernel takes them: their descriptors where TMA copies them."""
-        return self.descriptors.lend(inputs.k, inputs.v) if self.tma else [inputs.k, inputs.v]
-
-    def arguments(self, kv: Sequence[Any], inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        """`kv`: what `lend` gave."""
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         scores = score_args(self.problem, inputs)
-        return inputs.q, *kv, out, lse, *self.numbers, scores, self.problem.features, self.tile
+        return (*inputs[:3], out, lse, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         on(out.device, self._launch, inputs, out, lse)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
         behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))] if self.uncovered else []
-        kv = self.lend(inputs)
-        start_all([(self.start, self.arguments(kv, inputs, out, lse)), *behind])
-        if self.tma:
-            self.descriptors.take_back(kv)
+        start_all([(self.start, self.arguments(inputs, out, lse)), *behind])
 
 
 def plan(
@@ -129,7 +120,7 @@ def plan(
 ) -> Plan:
     """One launch, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config or config_of(problem, inputs, target))
-    return call.start.plan(call.arguments(call.lend(inputs), inputs, out, lse))
+    return call.start.plan(call.arguments(inputs, out, lse))
 
 
 def plans(problem: AttentionProblem, inputs: Inputs, out: Tensor, lse: Tensor, target: Target) -> Iterator[Plan]:

@@ -139,21 +139,18 @@ class Side:
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
         self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
         self.blocks = self.num_m * heads * problem.batch
-        self.starts = [
-            (Starter(backward_kernel, self.blocks, options_of(config)), replace(self.tile, CAREFUL=careful))
-            for careful in (False, True)
-        ]
         widths = (self.tile.BLOCK_D, self.tile.BLOCK_DV)
-        self.plain = 4  # of own and streamed tensors so many are given as they are, the others as descriptors
+        descriptors = None
         if parts:
-            self.plain = 0
             blocks = [[rows, width] for rows in (config.block_m, config.block_n) for width in widths]
             mine, others = self.pairs(parts)
-            self.descriptors = Descriptors(*map(Parts.descriptor, (*mine, *others), blocks))
+            descriptors = Descriptors(*map(Parts.descriptor, (*mine, *others), blocks))
         elif tma:
-            self.plain = 2
             blocks = [[config.block_n, width] for width in widths]
-            self.descriptors = Descriptors(*map(functools.partial(descriptor, packed=packed), streamed, blocks))
+            make = functools.partial(descriptor, packed=packed)
+            descriptors = Descriptors(*map(make, streamed, blocks), first=2)
+        start = functools.partial(Starter, backward_kernel, self.blocks, options_of(config), descriptors)
+        self.starts = [(start(), replace(self.tile, CAREFUL=careful)) for careful in (False, True)]
 
     def pairs(self, read: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Of q, k, v, dO the own pair and the streamed one."""
@@ -165,17 +162,13 @@ class Side:
     ) -> Launches:
         """With their arguments. read: or the parts of it; grads: of own rows; any tensor where it makes none."""
         own, streamed = self.pairs(read)
-        given = (*own, *streamed)
-        lent = self.descriptors.lend(*given[self.plain :]) if self.plain < 4 else []
         failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
         steps = (*self.steps, *(strides(x, self.features.varlen) for x in grads))
         steps = (*steps, *rows.strides, self.num_m, *lengths, self.heads)
         for start, tile in self.starts:
             m = rows.exact if tile.CAREFUL else rows.m
             numbers = (failed, m, rows.log_l, rows.delta, *steps)
-            yield start, (*given[: self.plain], *lent, *grads, *numbers, scores, self.features, tile)
-        if lent:
-            self.descriptors.take_back(lent)
+            yield start, (*own, *streamed, *grads, *numbers, scores, self.features, tile)
 
 
 class MaskSide:
@@ -206,26 +199,24 @@ class MaskSide:
             whole if part == 1 else 1
             for whole, part in ((problem.batch, entries), (problem.heads_q, heads), (row_tiles, rows))
         )
-        self.start = Starter(mask_kernel, self.num_m * self.num_n * heads * entries, options_of(config))
-        self.descriptors = None
+        descriptors = None
         if tma:
             of_qk, of_v = self.tile.BLOCK_D, self.tile.BLOCK_DV
             blocks = ([config.block_m, of_qk], [config.block_n, of_qk], [config.block_n, of_v], [config.block_m, of_v])
             make = Parts.descriptor if parts else functools.partial(descriptor, packed=False)
-            self.descriptors = Descriptors(*map(make, parts or read, blocks))
+            descriptors = Descriptors(*map(make, parts or read, blocks))
+        programs = self.num_m * self.num_n * heads * entries
+        self.start = Starter(mask_kernel, programs, options_of(config), descriptors)
 
     def launches(
         self, read: Sequence[Tensor], d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
     ) -> Launches:
         """With its arguments. read: or the parts of it."""
         of_mask = d_mask.view(self.shape)
-        lent = self.descriptors.lend(*read) if self.descriptors else read
         steps = (*self.steps, of_mask.stride())
-        args = (*lent, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
+        args = (*read, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
         args += (self.num_m, self.num_n, *lengths, self.heads, *self.sums, scores)
         yield self.start, (*args, self.tile.SEEN, self.tile)
-        if self.descriptors:
-            self.descriptors.take_back(lent)
 
 
 class Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from collections.abc import Iterable, Iterator
@@ -30,8 +29,7 @@ def compile_together(launches: Iterable[Launch]) -> None:
     new: dict[Any, Launch] = {}
     for start, args in launches:
         if start.grid[0] and (form := (device, *form_of(start, args))) not in _met:
-            # A descriptor is lent, and may be taken back before a thread looks at it.
-            new[form] = start, tuple(copy.copy(x) if hasattr(x, "block_shape") else x for x in args)
+            new[form] = start, start.described(args)
     _met.update(new)
     if len(new) < 2:
         return

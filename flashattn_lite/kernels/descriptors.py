@@ -1,9 +1,10 @@
 """Tensor descriptors at launch: what of them is kept from one launch to the next, because to make it anew takes longer.
 
-Descriptors are lent to a launch (`Descriptors`). Of each, Triton makes a tensor map at each launch, in Python: the
-function `launch` of its launcher puts maps, sizes and strides in the place of descriptors, and hands all on to
-`launcher`. So it is in Triton 3.6 to 3.9, and `found` looks whether it is: then a map that was made before for that
-address serves again (`Launcher`). Where it is not, every launch is Triton's own.
+A launch brings tensors where its kernel takes descriptors, which `Descriptors` makes of them. Of each, Triton makes a
+tensor map at each launch, in Python: the function `launch` of its launcher puts maps, sizes and strides in the place of
+descriptors, and hands all on to `launcher`. So it is in Triton 3.6 to 3.9, and `found` looks whether it is: then a map
+that was made before for that address serves again, and no descriptor is made (`Launcher`). Where it is not, every
+launch is Triton's own.
 """
 
 from __future__ import annotations
@@ -15,51 +16,39 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 MOST = 1024  # maps that a kernel keeps; past that all are forgotten
 
 Grid = tuple[int, int, int]
 
 
 class Descriptors:
-    """The tensor descriptors of one kernel's launches, lent to a launch at a time.
+    """The tensor descriptors that a kernel takes as its arguments first <= i < last. Keeps no tensor alive."""
 
-    What lies here keeps no tensor alive; what is lent to a launch that fails is forgotten.
-    """
-
-    def __init__(self, *descriptors: Any) -> None:
+    def __init__(self, *descriptors: Any, first: int = 0) -> None:
         """Of any tensors with the shapes and strides that all launches have."""
-        self.spare: list[list[Any]] = []
-        self.take_back(list(descriptors))
-        self.first = list(map(copy.copy, descriptors))  # never lent: it would keep what a failed launch had
-
-    def lend(self, *bases: Tensor) -> list[Any]:
-        """Descriptors of these tensors, whatever thread asks."""
-        try:
-            lent = self.spare.pop()
-        except IndexError:
-            lent = list(map(copy.copy, self.first))
-        for descriptor, base in zip(lent, bases, strict=True):
-            descriptor.base = base
-        return lent
-
-    def take_back(self, lent: list[Any]) -> None:
-        """From a launch that has begun."""
-        for descriptor in lent:
+        self.first, self.last = first, first + len(descriptors)
+        self.blank = list(map(copy.copy, descriptors))
+        for descriptor in self.blank:
             descriptor.base = None
-        self.spare.append(lent)
+
+    def of(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A launch's arguments, descriptors of its own in the place of tensors."""
+        made = list(map(copy.copy, self.blank))
+        for descriptor, base in zip(made, args[self.first : self.last], strict=True):
+            descriptor.base = base
+        return (*args[: self.first], *made, *args[self.last :])
 
 
 class Launcher:
-    """Launches one compiled kernel whose arguments first <= i < last are tensor descriptors.
+    """Launches one compiled kernel, some of whose arguments are descriptors, by tensors in their places.
 
-    From launch to launch descriptors may differ in their addresses, not in sizes and strides; other arguments in all.
+    From launch to launch those tensors may differ in their addresses, not in sizes and strides; other arguments in all.
     `run` is Triton's launcher, `fixed` what it takes between the stream and the kernel's arguments.
     """
 
-    def __init__(self, run: Any, grid: Grid, fixed: tuple[Any, ...], first: int, last: int) -> None:
-        self.run, self.grid, self.fixed, self.first, self.last = run, grid, fixed, first, last
+    def __init__(self, run: Any, grid: Grid, fixed: tuple[Any, ...], descriptors: Descriptors) -> None:
+        self.run, self.grid, self.fixed, self.descriptors = run, grid, fixed, descriptors
+        self.first, self.last = descriptors.first, descriptors.last
         self.launcher = below(run.launch)
         self.kept: dict[tuple[int, int], list[Any]] = {}  # by descriptor and address: its map, sizes and strides
         self.nested = False  # the kernel's arguments are handed on as one list
@@ -67,7 +56,7 @@ class Launcher:
 
     def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
         try:
-            maps = [self.kept[i, args[i].base.data_ptr()] for i in range(self.first, self.last)]
+            maps = [self.kept[i, args[i].data_ptr()] for i in range(self.first, self.last)]
         except KeyError:
             maps = self.learn(stream, args)
         flat = [*args[: self.first], *itertools.chain.from_iterable(maps), *args[self.last :]]
@@ -78,9 +67,9 @@ class Launcher:
 
     def learn(self, stream: int, args: tuple[Any, ...]) -> list[list[Any]]:
         """Has Triton make these descriptors' maps, and keeps them. LookupError if they are handed on otherwise."""
-        handed = handed_on(self.run, *self.grid, stream, *self.fixed, *args)
+        handed = handed_on(self.run, *self.grid, stream, *self.fixed, *self.descriptors.of(args))
         ends = [self.first]
-        for descriptor in args[self.first : self.last]:
+        for descriptor in self.descriptors.blank:
             ends.append(ends[-1] + 1 + 2 * len(descriptor.shape))
         count = ends[-1] + len(args) - self.last
         self.nested = isinstance(handed[-1], list)
@@ -95,7 +84,7 @@ class Launcher:
         if len(self.kept) + len(maps) > MOST:
             self.kept.clear()
         for i, parts in enumerate(maps, self.first):
-            self.kept[i, args[i].base.data_ptr()] = parts
+            self.kept[i, args[i].data_ptr()] = parts
         return maps
 
 
@@ -119,13 +108,14 @@ def handed_on(run: Any, *args: Any) -> tuple[Any, ...]:
     return handed[0]
 
 
-def found(run: Any, grid: Grid, fixed: tuple[Any, ...], stream: int, args: tuple[Any, ...]) -> Launcher | None:
-    """What launches the kernel of `run` from below; None if it has no descriptors, or Triton's launcher is another."""
-    described = [i for i, x in enumerate(args) if hasattr(x, "block_shape")]
+def found(
+    run: Any, grid: Grid, fixed: tuple[Any, ...], descriptors: Descriptors, stream: int, args: tuple[Any, ...]
+) -> Launcher | None:
+    """What launches the kernel of `run` from below; None if Triton's launcher is another."""
     try:
-        if not described or described[-1] - described[0] >= len(described) or not plain(run):
+        if not plain(run):
             return None
-        launcher = Launcher(run, grid, fixed, described[0], described[-1] + 1)
+        launcher = Launcher(run, grid, fixed, descriptors)
         launcher.learn(stream, args)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None

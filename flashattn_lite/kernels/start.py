@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from flashattn_lite.kernels import descriptors
 from flashattn_lite.kernels.compiling import Launch, compile_together
+from flashattn_lite.kernels.descriptors import Descriptors, Launcher, found
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
@@ -31,34 +31,48 @@ class Plan(NamedTuple):
 
 
 class Starter:
-    """One kernel, grid and set of options, started on the current device; `on` makes it the tensors'.
+    """One kernel, grid and set of options, started on one device, the current one; `on` makes it the tensors'.
 
     The first call compiles, or finds the kernel in Triton's cache. Later calls go past Triton's inspection of the
     arguments, so every call must bring arguments of the same types, compile-time values and alignments; None or a
-    constexpr stays what it was.
+    constexpr stays what it was. Where the kernel takes descriptors, a call brings the tensors.
     """
 
-    def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Any, blocks: int, options: dict[str, Any], descriptors: Descriptors | None = None
+    ) -> None:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), {**options, **AS_WRITTEN}
+        self.descriptors = descriptors
+        self.index = 0  # of the device, once there was a call
         self.compiled: Any = None
         self.runner: Any = None
-        self.launcher: descriptors.Launcher | None = None
+        self.launcher: Launcher | None = None
 
     def __call__(self, args: tuple[Any, ...]) -> None:
-        compiled, stream = self.compiled, current_stream(torch.cuda.current_device())
+        compiled = self.compiled
         if compiled is None:
-            compiled = self.kernel[self.grid](*args, **self.options)
-            self.launcher = descriptors.found(compiled.run, self.grid, without_hooks(compiled), stream, args)
+            self.index = torch.cuda.current_device()
+            stream = current_stream(self.index)
+            compiled = self.kernel[self.grid](*self.described(args), **self.options)
+            if self.descriptors is not None:
+                below = compiled.run, self.grid, without_hooks(compiled), self.descriptors
+                self.launcher = found(*below, stream, args)
             self.runner, self.compiled = compiled[self.grid], compiled
-        elif hooked():
-            self.runner(*args, stream=stream)
+            return
+        stream = current_stream(self.index)
+        if hooked():
+            self.runner(*self.described(args), stream=stream)
         elif self.launcher is not None:
             self.launcher(stream, args)
         else:
-            compiled.run(*self.grid, stream, *without_hooks(compiled), *args)
+            compiled.run(*self.grid, stream, *without_hooks(compiled), *self.described(args))
+
+    def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A call's arguments as the kernel takes them."""
+        return args if self.descriptors is None else self.descriptors.of(args)
 
     def plan(self, args: tuple[Any, ...]) -> Plan:
-        return Plan(self.kernel, self.grid, args, self.options)
+        return Plan(self.kernel, self.grid, self.described(args), self.options)
 
 
 def start_all(launches: Sequence[Launch]) -> None:

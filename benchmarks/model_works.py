@@ -36,6 +36,26 @@ def llama(hidden: int, heads: int, heads_kv: int, inner: int, layers: int = LAYE
     return LlamaForCausalLM(config)
 
 
+class Answering(nn.Module):
+    """A language model that answers, token by token, beside a cache that grows: as `generate` runs it by default."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.set_attn_implementation = model, model.set_attn_implementation
+        self.layers = model.config.num_hidden_layers
+
+    def forward(self, input_ids: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        """Logits `(B, tokens, words)` of what follows on keys and values `(B, Hkv, S, D)`, the same in all layers."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer in range(self.layers):
+            cache.update(keys, values, layer)
+        # By place, behind mask and positions: versions of transformers name the cache by one name or another.
+        step = lambda x: self.model(x, None, None, cache, use_cache=True).logits
+        return (torch.cat([step(x) for x in input_ids.split(1, dim=1)], 1),)
+
+
 def gemma2() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -151,10 +171,18 @@ def llama_8b() -> nn.Module:
     return llama(4096, 32, 8, 14336)
 
 
+def answer(device: str, batch: int, cached: int, count: int = 16) -> Inputs:
+    """So many tokens, after a prompt of Llama 8B."""
+    cache = {name: normal(device, batch, 8, cached, 128) for name in ("keys", "values")}
+    return {"input_ids": tokens(device, batch, count), **cache}
+
+
 WORKS = {
     "llama-8b-512": Work(llama_8b, lambda device: prompt(device, 512), compiled=True),
     "llama-8b-2k": Work(llama_8b, lambda device: prompt(device, 2048), compiled=True),
     "llama-8b-16k": Work(llama_8b, lambda device: prompt(device, 16384)),
+    "llama-8b-answer-1x2k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 1, 2048)),
+    "llama-8b-answer-16x8k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 16, 8192)),
     "gemma2-9b-4k": Work(gemma2, lambda device: prompt(device, 4096), rival="eager"),
     "bert-padded": Work(bert, lambda device: padded(device, 32, 512)),
     "vit-l": Work(vit, lambda device: {"pixel_values": normal(device, 32, 3, 224, 224)}, compiled=True),

@@ -6,9 +6,9 @@ The models are transformers' and diffusers' (benchmarks/model_works.py), in bf16
 library that is not there are absent. A model of transformers takes our attention by its name, one of diffusers by
 replace_sdpa. Before they are timed both, compiled too, are compared with the same model in float32 with the attention
 of today: ours may be off by 1.5 times as much as the rival (relative norms of the result, or of all gradients in
-training). A run is a forward without gradients, or a forward and backward; it is timed between two events, after 300 ms
-of the same, for 500 ms, in two rounds, the second in opposite order. What the host does counts where the GPU waits for
-it, as in use.
+training). A run is a forward without gradients (of an answer 16, each of a token), or a forward and backward; it is
+timed between two events, after 300 ms of the same, for 500 ms, in two rounds, the second in opposite order. What the
+host does counts where the GPU waits for it, as in use.
 Rows of metric ms (median, p20, p80 over runs), peak_mib (most memory beyond what lay there before a run),
 relative_error and watts. The column op says the mode and whether it learns: forward, forward+compiled, train.
 """

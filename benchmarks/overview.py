@@ -67,9 +67,13 @@ def decoding() -> Iterator[Work]:
 
 def whole_models() -> Iterator[Work]:
     rows = [row for row in H200("models") if row["metric"] == "ms"]
-    for op, name in (("forward", "whole models, forward"), ("forward+compiled", "whole models, compiled")):
-        some = [row for row in rows if row["op"] == op]
-        yield Work(name, some, by_time(tables.speeds(some, "ms", "model")))
+    for ops, name in (
+        (["forward"], "forward"),
+        (["forward+compiled"], "compiled"),
+        (["train", "train+compiled"], "training"),
+    ):
+        if some := [row for row in rows if row["op"] in ops]:
+            yield Work(f"whole models, {name}", some, by_time(tables.speeds(some, "ms", "op", "model")))
 
 
 def others() -> Iterator[Work]:

@@ -62,6 +62,28 @@ def test_a_model_that_does_not_call_ours_is_not_timed(monkeypatch):
         rows(work, monkeypatch)
 
 
+def test_an_answer_is_what_one_pass_over_all_tokens_gives():
+    model = model_works.llama(32, 4, 2, 32, layers=2)
+    ids = model_works.tokens("cpu", 2, 5)
+    keys, values = model_works.normal("cpu", 2, 2, 0, 8), model_works.normal("cpu", 2, 2, 0, 8)
+    with torch.no_grad():
+        (one_by_one,) = model_works.Answering(model)(ids, keys, values)
+        torch.testing.assert_close(one_by_one, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_answer_is_compared_and_timed(batch, monkeypatch):
+    def inputs(device):
+        return {"input_ids": model_works.tokens(device, batch, 3),
+                **{name: model_works.normal(device, batch, 2, 9, 8) for name in ("keys", "values")}}  # fmt: skip
+
+    work = model_works.Work(lambda: model_works.Answering(model_works.llama(32, 4, 2, 32, layers=2)), inputs)
+    found, timed = rows(work, monkeypatch)
+    assert timed == [False]
+    errors = {row["provider"]: float(row["median"]) for row in found if row["metric"] == "relative_error"}
+    assert set(errors) == {"sdpa", models.OURS} and 0 < max(errors.values()) < 0.03
+
+
 def test_models_of_diffusers_take_what_stands_for_torchs_function():
     q = torch.randn(1, 2, 5, 8)
     attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)

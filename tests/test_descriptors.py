@@ -69,11 +69,15 @@ def found(run, args):
     return descriptors.found(run, GRID, FIXED, described(), STREAM, args)
 
 
-def plainly(launch):
-    """A launch in one row, maps by their addresses alone."""
+def in_a_row(launch):
     *before, last = launch
-    flat = [*before, *last] if isinstance(last, list) else list(launch)
-    return [x.split(" of ")[1] if isinstance(x, str) and x.startswith("map") else x for x in flat]
+    return [*before, *last] if isinstance(last, list) else list(launch)
+
+
+def plainly(launch):
+    """A launch in one row, maps by their addresses alone, tensors by theirs."""
+    flat = [x.split(" of ")[1] if isinstance(x, str) and x.startswith("map") else x for x in in_a_row(launch)]
+    return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in flat]
 
 
 def alike(a, b):
@@ -114,7 +118,8 @@ def test_no_more_than_most_are_kept(run, monkeypatch):
         launcher(STREAM, args)
         assert len(launcher.kept) <= 5
     addresses = [[str(x.data_ptr()) for x in args[1:3]] for args in kept]
-    assert [[x for x in plainly(launch) if str(x).isdigit() and len(str(x)) > 6] for launch in run.seen] == addresses
+    of_maps = lambda launch: [x for x in plainly(launch) if isinstance(x, str) and x.isdigit() and len(x) > 6]
+    assert [of_maps(launch) for launch in run.seen] == addresses
 
 
 def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
@@ -161,6 +166,8 @@ def test_a_starter_goes_below_where_it_can(run, below, monkeypatch):
         starter(args)
     run(*GRID, STREAM, *FIXED, *described().of(args))
     assert (starter.launcher is not None) == below and len(run.seen) == 3
+    first, again, tritons = (sum(isinstance(x, torch.Tensor) for x in in_a_row(launch)) for launch in run.seen)
+    assert first == again == tritons - 1  # q's address is known
     assert all(alike(plainly(ours), plainly(run.seen[-1])) for ours in run.seen)
     assert next(run.made) == (4 if below else 6)  # once, and for the comparison; or each time
 

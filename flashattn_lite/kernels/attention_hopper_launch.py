@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32, uint8
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,6 +32,7 @@ from flashattn_lite.kernels.operands import (
     varies,
 )
 from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on, start_all
+from flashattn_lite.kernels.tuning import cdiv
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
 from flashattn_lite.kernels.tuning_hopper import LAST_TILES, hopper_tile
@@ -56,7 +56,7 @@ def why_not(problem: AttentionProblem, inputs: Inputs) -> list[str]:
     if min(problem.batch, problem.len_q, problem.len_k) == 0:
         reasons.append("there is nothing to compute: no sequence, no query or no key")
     parts = ONE_TILE_PARTS if split_of(problem) else 1
-    tasks = problem.batch * problem.heads_q * triton.cdiv(problem.len_q, ROWS.value) * parts
+    tasks = problem.batch * problem.heads_q * cdiv(problem.len_q, ROWS.value) * parts
     if tasks >= MOST_TASKS:
         reasons.append(f"it counts fewer than {MOST_TASKS} tiles of {ROWS.value} rows; these may be {tasks}")
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
@@ -160,7 +160,7 @@ class Call:
         if self.merge:  # to l from m; states; of a batch entry's and a key/value head's states
             rows = states * problem.group * problem.len_q
             steps = (self.merge.state_sizes[1], states, 0, problem.heads_kv * rows, rows)
-        row_tiles = triton.cdiv(problem.len_q, tile.BLOCK_M // tile.PACK)
+        row_tiles = cdiv(problem.len_q, tile.BLOCK_M // tile.PACK)
         num_m = row_tiles * states
         num_tiles = num_m * problem.batch * heads
         rows_q, rows_k = (inputs.q.shape[0], inputs.k.shape[0]) if packed else (problem.len_q, problem.len_k)
@@ -246,7 +246,7 @@ def merge_of(
     )
     merged = decode_launch.tile_of(problem, inputs, target, config, 0)
     parts, own = decode_launch.most_splits(problem, merged), tile.CHAIN if tile.FOLDS else 1
-    return Merge(problem, merged, triton.cdiv(parts, own), parts, (own, own), config, out, lse, target)
+    return Merge(problem, merged, cdiv(parts, own), parts, (own, own), config, out, lse, target)
 
 
 def sections(problem: AttentionProblem, heads: int, num_m: int, target: Target) -> tuple[int, int]:

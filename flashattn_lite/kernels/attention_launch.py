@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -27,7 +26,7 @@ from flashattn_lite.kernels.operands import (
     vectorised,
 )
 from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
-from flashattn_lite.kernels.tuning import TileConfig, attention_tile, columns, products, unaligned_tile
+from flashattn_lite.kernels.tuning import TileConfig, attention_tile, cdiv, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
 from flashattn_lite.target import Target
@@ -82,7 +81,7 @@ class Call:
         # What is not pipelined gains nothing by it.
         tma = config.num_stages > 1 and has_tma(target) and takes_tma(k) and takes_tma(v)
         self.tile = tile = tile_of(problem, inputs, target, config, tma)
-        num_m = triton.cdiv(problem.len_q, tile.BLOCK_M)
+        num_m = cdiv(problem.len_q, tile.BLOCK_M)
         # Packed, [rows, H, D] is read as one batch of [H, rows, D].
         rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (problem.len_q, problem.len_k)
         descriptors = None

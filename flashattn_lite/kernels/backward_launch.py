@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
@@ -24,6 +23,7 @@ from flashattn_lite.kernels.start import Starter, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
     backward_tile,
+    cdiv,
     key_launches,
     mask_gradient_tile,
     products,
@@ -137,7 +137,7 @@ class Side:
             **shape_of(problem, mask, target, config),
         )
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
-        self.num_m, self.heads = triton.cdiv(length, config.block_m), heads
+        self.num_m, self.heads = cdiv(length, config.block_m), heads
         self.blocks = self.num_m * heads * problem.batch
         widths = (self.tile.BLOCK_D, self.tile.BLOCK_DV)
         descriptors = None
@@ -192,8 +192,8 @@ class MaskSide:
             ALL_ROWS=rows == 1,
             **shape_of(problem, mask, target, config),
         )
-        row_tiles = triton.cdiv(problem.len_q, config.block_m)
-        self.num_m, self.num_n = 1 if rows == 1 else row_tiles, triton.cdiv(keys, config.block_n)
+        row_tiles = cdiv(problem.len_q, config.block_m)
+        self.num_m, self.num_n = 1 if rows == 1 else row_tiles, cdiv(keys, config.block_n)
         self.heads, self.shape = heads, shape
         self.sums = tuple(
             whole if part == 1 else 1
@@ -230,7 +230,7 @@ class Call:
         rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.features.varlen else (problem.len_q, problem.len_k)
         self.lengths = (rows_q, rows_k, problem.diag_lo, problem.diag_hi)
         self.tile = tile_of(problem, inputs, target, BACKWARD_ROWS, tma=False)
-        self.num_m = triton.cdiv(problem.len_q, BACKWARD_ROWS.block_m)
+        self.num_m = cdiv(problem.len_q, BACKWARD_ROWS.block_m)
         blocks = self.num_m * problem.heads_q * problem.batch
         self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
         read = (*inputs[:3], d_out)

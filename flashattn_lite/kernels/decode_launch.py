@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
@@ -29,7 +28,7 @@ from flashattn_lite.kernels.operands import (
     vectorised,
 )
 from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
-from flashattn_lite.kernels.tuning import padded
+from flashattn_lite.kernels.tuning import cdiv, padded
 from flashattn_lite.kernels.tuning_decode import (
     FEW_ROWS,
     FILLED,
@@ -135,7 +134,7 @@ class Call:
         config = config or config_of(problem, inputs, target)
         q, k, v = inputs.q, inputs.k, inputs.v
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
-        num_m = triton.cdiv(problem.group * problem.len_q, tile.BLOCK_M)
+        num_m = cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
         splits = most_splits(problem, tile)
         # What is done again where rows see different keys is one state.
@@ -148,8 +147,7 @@ class Call:
         elif any(own > state for own, state in owners):
             tile = replace(tile, SEPARATE=True)
         programs, states = (
-            max(triton.cdiv(min(splits, tile.FEW), few), triton.cdiv(splits, long))
-            for few, long in zip(*owners, strict=True)
+            max(cdiv(min(splits, tile.FEW), few), cdiv(splits, long)) for few, long in zip(*owners, strict=True)
         )
         alone = states == 1
         if alone:
@@ -258,7 +256,7 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
         return pair, pair
     if enough(rows, splits, chain, each, target):
         return chain, chain
-    several = rows * triton.cdiv(splits, config.several)
+    several = rows * cdiv(splits, config.several)
     fit = several <= config.programs * target.multiprocessors
     return (config.several if fit and rows * splits > MANY * target.multiprocessors else 1), 1
 
@@ -266,8 +264,8 @@ def splits_owned(splits: int, rows: int, config: DecodeConfig, target: Target) -
 def most_splits(problem: AttentionProblem, tile: DecodeTile) -> int:
     """Splits of a sequence that fills its cache; none has more. One where nobody sees a key: rows are written too."""
     # Keys count in tiles, and with a window the first may begin before the first key that is seen.
-    tiles = max(1, triton.cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left)
-    of = lambda keys: triton.cdiv(tiles, keys // tile.BLOCK_N)
+    tiles = max(1, cdiv(problem.keys_seen, tile.BLOCK_N) + problem.features.left)
+    of = lambda keys: cdiv(tiles, keys // tile.BLOCK_N)
     return min(tile.LANES, of(tile.SPLIT), max(of(tile.LONG), tile.FEW))
 
 

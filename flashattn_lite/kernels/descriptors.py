@@ -13,7 +13,7 @@ import copy
 import itertools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MOST = 1024  # maps that a kernel keeps; past that all are forgotten
@@ -54,12 +54,14 @@ class Launcher:
         self.nested = False  # the kernel's arguments are handed on as one list
         self.between: tuple[Any, ...] = ()  # what is handed on between the stream and the kernel's arguments
 
-    def __call__(self, stream: int, args: tuple[Any, ...]) -> None:
+    def __call__(self, stream: int, args: tuple[Any, ...], pointers: Sequence[int] = ()) -> None:
+        """pointers: where the arguments are tensors that remain pointers."""
         try:
             maps = [self.kept[i, args[i].data_ptr()] for i in range(self.first, self.last)]
         except KeyError:
             maps = self.learn(stream, args)
-        flat = [*args[: self.first], *itertools.chain.from_iterable(maps), *args[self.last :]]
+        given = addressed(args, pointers)
+        flat = [*given[: self.first], *itertools.chain.from_iterable(maps), *given[self.last :]]
         if self.nested:
             self.launcher(*self.grid, stream, *self.between, flat)
         else:
@@ -86,6 +88,14 @@ class Launcher:
         for i, parts in enumerate(maps, self.first):
             self.kept[i, args[i].data_ptr()] = parts
         return maps
+
+
+def addressed(args: Iterable[Any], pointers: Sequence[int]) -> list[Any]:
+    """Arguments with addresses in the place of tensors, about each of which Triton's launcher would ask the driver."""
+    given = [*args]
+    for i in pointers:
+        given[i] = given[i].data_ptr()
+    return given
 
 
 def below(launch: Any) -> Callable[..., None]:

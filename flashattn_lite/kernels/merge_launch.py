@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flashattn_lite.kernels.decode_merge import merge_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.operands import contiguous, lse_strides, packing, strides
 from flashattn_lite.kernels.start import Starter
-from flashattn_lite.kernels.tuning import padded, power_of_two
+from flashattn_lite.kernels.tuning import cdiv, padded, power_of_two
 from flashattn_lite.kernels.tuning_decode import TELLING, DecodeConfig
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
@@ -51,11 +50,11 @@ class Merge:
         heads, rows = problem.batch * problem.heads_kv, problem.group * problem.len_q
         # acc, m and l in one tensor, each at a 16-byte address, so that launches don't differ in that.
         count = heads * parts * rows
-        self.state_sizes = [triton.cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
+        self.state_sizes = [cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
         packed = problem.features.varlen
         lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         self.numbers = (strides(out, packed), *lse_strides(lse, packed), parts, *lengths, own, lanes)
-        programs = heads * rows * triton.cdiv(problem.head_dim_v, columns)
+        programs = heads * rows * cdiv(problem.head_dim_v, columns)
         tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
         self.numbers += (long_own, long_lanes, columns, tells, problem.features, tile)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
@@ -66,9 +65,10 @@ class Merge:
         self.start = Starter(merge_kernel, programs, options)
 
     def states(self, like: Tensor) -> States:
-        """Room for the states, on the device of `like`."""
-        acc, m_i, l_i = like.new_empty(sum(self.state_sizes), dtype=torch.float32).split(self.state_sizes)
-        return m_i, l_i, acc
+        """Room for the states, on the device of `like`. acc stands for all of it, being the first there."""
+        of_acc, of_m, of_l = self.state_sizes
+        acc = like.new_empty(of_acc + of_m + of_l, dtype=torch.float32)
+        return acc.narrow(0, of_acc, of_m), acc.narrow(0, of_acc + of_m, of_l), acc
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
         lengths = contiguous(inputs.kv_lens), *packing(inputs)

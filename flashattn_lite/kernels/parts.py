@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn_lite.kernels.device.products import parts
 from flashattn_lite.kernels.operands import sizes, strides
 from flashattn_lite.kernels.start import Starter
+from flashattn_lite.kernels.tuning import cdiv, power_of_two
 
 ROWS = 16  # of a program; not tuned
 ALIGNED = 8  # columns: the tensor copy engine takes steps of 16 bytes
@@ -44,10 +45,10 @@ class Parts:
     def __init__(self, x: Tensor, packed: bool) -> None:
         batch, self.heads, self.rows, self.dim = sizes(x, packed)
         self.packed, self.count, self.device = packed, batch * self.heads * self.rows, x.device
-        width = triton.cdiv(self.dim, ALIGNED) * ALIGNED
+        width = cdiv(self.dim, ALIGNED) * ALIGNED
         # There is no map of an empty tensor, which nobody reads.
         self.shape = (3, *(max(size, 1) for size in (batch, self.heads, self.rows)), width)
-        self.start = Starter(parts_kernel, triton.cdiv(self.count, ROWS), {"num_warps": 4})
+        self.start = Starter(parts_kernel, cdiv(self.count, ROWS), {"num_warps": 4})
 
     def empty(self) -> Tensor:
         """[part, batch, heads, rows, columns] to be filled."""
@@ -61,5 +62,5 @@ class Parts:
     def arguments(self, x: Tensor, out: Tensor) -> tuple[object, ...]:
         """Of the launch."""
         width = self.shape[-1]
-        steps, block_d = strides(x, self.packed), triton.next_power_of_2(width)
+        steps, block_d = strides(x, self.packed), power_of_two(width)
         return x, out, steps, self.heads, self.rows, self.count, self.dim, width, block_d, ROWS

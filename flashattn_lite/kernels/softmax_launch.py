@@ -8,13 +8,13 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from flashattn_lite import target as targets
 from flashattn_lite.kernels.interpreter import interpreted
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
 from flashattn_lite.kernels.start import AS_WRITTEN, Plan, Starter, counters, current_stream, lasting_zeros, on
+from flashattn_lite.kernels.tuning import cdiv, power_of_two
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
     WORD_BYTES,
@@ -115,7 +115,7 @@ def plan(
             return [ring_launch(x, results, dims, cols, wide, ring, sms)]
     choose = softmax_tile if wants_softmax else stats_tile
     tile = tile or choose(cols, x.element_size(), target, across=across, wide=wide)
-    tiles = dims[0].size * dims[1].size * triton.cdiv(dims[-1].size, tile.rows)
+    tiles = dims[0].size * dims[1].size * cdiv(dims[-1].size, tile.rows)
     sizes = (dims[1].size, dims[-1].size)
     x_steps = tuple(stride // align for stride in x_strides)
     y_steps = tuple(stride // align for stride in y_strides)
@@ -144,7 +144,7 @@ def plan(
     parts = (*parts_for(x, units * tile.rows), counts_for(x, tiles)) if splits > 1 else (stats[0],) * 3
     stats_strides = (dims[1].size * dims[2].size, dims[2].size, 1) if wants_softmax else [d.stride_y for d in dims]
     args = (x, *stats, *parts, *lengths, *sizes, *x_steps, *stats_strides)
-    row = {"PARTS": triton.next_power_of_2(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
+    row = {"PARTS": power_of_two(splits), "AHEAD": ahead, "ONE": splits == steps == 1}
     row["EVEN"] = shape["EVEN"] and (across or tile.rows > 1 or not x_unit)  # else one kernel for all lengths
     launches = [Plan(stats_kernel, grid, args, shape | compares | lanes | row | options)]
     if wants_softmax:
@@ -186,7 +186,7 @@ def ring_launch(
         WARPS=tile.num_warps,
         SLOTS=tile.slots,
         LAG=tile.lag,
-        PARTS=triton.next_power_of_2(splits),
+        PARTS=power_of_two(splits),
         PATIENCE=PATIENCE,
         CHUNKS=tile.chunks,
         EVEN=wide and cols == splits * tile.cols,
@@ -234,7 +234,7 @@ def counts_for(x: Tensor, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=x.device)
     counts = _counts.get(key)
     if counts is None or counts.numel() < count:
-        counts = lasting_zeros(max(1024, triton.next_power_of_2(count)), torch.int32, x.device)
+        counts = lasting_zeros(max(1024, power_of_two(count)), torch.int32, x.device)
         _counts[key] = counts
     return counts
 
@@ -257,7 +257,7 @@ def room_for(x: Tensor, units: int, splits: int) -> tuple[Any, Tensor, int]:
     words, epochs = _words.get(key, (None, iter(())))
     epoch = next(epochs, None)
     if words is None or epoch is None or words.numel() < 2 * units:
-        words, epoch = lasting_zeros(triton.next_power_of_2(2 * units), torch.int64, x.device), 1
+        words, epoch = lasting_zeros(power_of_two(2 * units), torch.int64, x.device), 1
         _words[key] = words, iter(range(2, 1 << 31))
     return counters.next(x.device), words, epoch
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from flashattn_lite.kernels.compiling import Launch, compile_together
-from flashattn_lite.kernels.descriptors import Descriptors, Launcher, found
+from flashattn_lite.kernels.descriptors import Descriptors, Launcher, addressed, found
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
@@ -43,7 +43,8 @@ class Starter:
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), {**options, **AS_WRITTEN}
         self.descriptors = descriptors
-        self.index = 0  # of the device, once there was a call
+        # Once there was a call: the device's index, and where the arguments are tensors that remain pointers.
+        self.index, self.pointers = 0, list[int]()
         self.compiled: Any = None
         self.runner: Any = None
         self.launcher: Launcher | None = None
@@ -53,7 +54,9 @@ class Starter:
         if compiled is None:
             self.index = torch.cuda.current_device()
             stream = current_stream(self.index)
-            compiled = self.kernel[self.grid](*self.described(args), **self.options)
+            described = self.described(args)
+            self.pointers = [i for i, x in enumerate(described) if hasattr(x, "data_ptr")]
+            compiled = self.kernel[self.grid](*described, **self.options)
             if self.descriptors is not None:
                 below = compiled.run, self.grid, without_hooks(compiled), self.descriptors
                 self.launcher = found(*below, stream, args)
@@ -63,9 +66,10 @@ class Starter:
         if hooked():
             self.runner(*self.described(args), stream=stream)
         elif self.launcher is not None:
-            self.launcher(stream, args)
+            self.launcher(stream, args, self.pointers)
         else:
-            compiled.run(*self.grid, stream, *without_hooks(compiled), *self.described(args))
+            given = addressed(self.described(args), self.pointers)
+            compiled.run(*self.grid, stream, *without_hooks(compiled), *given)
 
     def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A call's arguments as the kernel takes them."""

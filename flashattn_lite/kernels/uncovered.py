@@ -17,6 +17,7 @@ from torch import Tensor
 from flashattn_lite.kernels.device.bounds import clamp_sequence
 from flashattn_lite.kernels.operands import contiguous
 from flashattn_lite.kernels.start import Plan, Starter
+from flashattn_lite.kernels.tuning import cdiv
 from flashattn_lite.problem import AttentionProblem, Inputs
 from flashattn_lite.target import Target
 
@@ -66,7 +67,7 @@ class Uncovered:
         options: dict[str, Any] = {"num_warps": 4}
         if pdl:
             options["launch_pdl"] = True
-        self.start = Starter(uncovered_kernel, triton.cdiv(total, ROWS), options)
+        self.start = Starter(uncovered_kernel, cdiv(total, ROWS), options)
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         """out (total, Hq, Dv) and lse (Hq, total) are contiguous."""

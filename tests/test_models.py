@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,24 @@ def test_a_model_is_compared_and_timed(work, monkeypatch):
     assert values[op + "+compiled", models.OURS, "peak_mib"] == "5"
     assert float(values[op, models.OURS, "relative_error"]) < 0.03  # of one layer in bf16: four eps
     assert set().union(*found) <= set(models.columns())
+
+
+@pytest.mark.parametrize(("each", "turns"), [(40.0, 13), (600.0, 2)])
+def test_ours_and_the_rival_take_turns(each, turns, monkeypatch):
+    """Until both have 500 ms, and two turns at least; who begins changes."""
+    model, order = torch.nn.Linear(2, 2), []
+
+    def attending(of, name):
+        order.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr(models, "attending", attending)
+    monkeypatch.setattr(models, "peak_mib", lambda call: float(len(order)))
+    monkeypatch.setattr(models, "sustained", lambda call, warm, timed: call(0) or Timing([each]))
+    found = models.measure(lambda x: (model(x),), model, {"x": torch.zeros(1, 2)}, TINY)
+    assert order == [*("sdpa", models.OURS, models.OURS, "sdpa") * turns][: 2 * turns]
+    assert {name: timing.milliseconds for name, (timing, _) in found.items()} == dict.fromkeys(order, [each] * turns)
+    assert {mib for _, mib in found.values()} == {1.0, 2.0}  # of the first turn
 
 
 def test_what_is_compiled_in_minutes_is_not(monkeypatch):

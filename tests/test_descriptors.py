@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import weakref
@@ -66,12 +67,12 @@ def described():
 
 
 def found(run, args):
-    return descriptors.found(run, GRID, FIXED, described(), STREAM, args)
+    return descriptors.found(run, FIXED, described(), GRID, STREAM, args)
 
 
 def in_a_row(launch):
     *before, last = launch
-    return [*before, *last] if isinstance(last, list) else list(launch)
+    return [*before, *last] if isinstance(last, (list, tuple)) else list(launch)
 
 
 def plainly(launch):
@@ -91,7 +92,7 @@ def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
     assert launcher is not None and run.seen == [] and next(run.made) == 2
     other = arguments(6)
     for args, stream in ((first, STREAM), (other, STREAM), (first, 12), (other, 13), (arguments(7), 14)):
-        launcher(stream, args)
+        launcher(GRID, stream, args, [0])
         run(*GRID, stream, *FIXED, *described().of(args))
         ours, tritons = run.seen
         run.seen.clear()
@@ -103,7 +104,7 @@ def test_a_launch_is_tritons_but_for_the_making_of_maps(run):
 def test_maps_keep_no_tensor_alive(run):
     args = arguments()
     launcher = found(run, args)
-    launcher(STREAM, args)
+    launcher(GRID, STREAM, args, [0])
     run.seen.clear()
     alive = [weakref.ref(x) for x in (*args[:3], args[3][1])]
     del args
@@ -115,7 +116,7 @@ def test_no_more_than_most_are_kept(run, monkeypatch):
     kept = [arguments() for _ in range(4)]
     launcher = found(run, kept[0])
     for args in kept:
-        launcher(STREAM, args)
+        launcher(GRID, STREAM, args, [0])
         assert len(launcher.kept) <= 5
     addresses = [[str(x.data_ptr()) for x in args[1:3]] for args in kept]
     of_maps = lambda launch: [x for x in plainly(launch) if isinstance(x, str) and x.isdigit() and len(x) > 6]
@@ -141,11 +142,19 @@ def test_where_tritons_launcher_is_another_its_launches_are_its_own(run):
     assert run.seen == []
 
 
+@pytest.mark.parametrize("maps", [True, False])
 @pytest.mark.parametrize("below", [True, False])
-def test_a_starter_goes_below_where_it_can(run, below, monkeypatch):
-    """From the second launch on, which compiles nothing; the first is Triton's own (here it launches nothing)."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(start, "current_stream", lambda index: STREAM)
+def test_a_starter_goes_below_where_it_can(run, below, maps, monkeypatch):
+    """From the second launch on, which compiles nothing; the first is Triton's own (here it launches nothing).
+
+    A profiler's hook sees what Triton's own launch would.
+    """
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(start, "current_stream", {3: STREAM}.__getitem__)
+    if not maps:
+        signature = dict(enumerate(["*bf16", "*bf16", "*bf16", ("i32", "*i32"), "i32", "constexpr"]))
+        c_function = functools.partial(lambda *args: run.seen.append(args))
+        run.launch = nvidia.wrap_handle_tensordesc(c_function, signature, None)
     if not below:
         launch = run.launch
         run.launch = lambda *args: launch(*args)
@@ -154,37 +163,60 @@ def test_a_starter_goes_below_where_it_can(run, below, monkeypatch):
         function, packed_metadata = FIXED[:2]
 
         def __getitem__(self, grid):
-            return None
+            return lambda *args, stream: run(*grid, stream, *FIXED, *args)
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda *args, **options: Compiled()
 
     monkeypatch.setattr(Compiled, "run", run, raising=False)
-    starter, args = start.Starter(Kernel(), GRID[0], {}, described()), arguments()
+    starter, args = start.Starter(Kernel(), GRID[0], {}, described() if maps else None), arguments()
     for _ in range(3):
         starter(args)
-    run(*GRID, STREAM, *FIXED, *described().of(args))
+    run(*GRID, STREAM, *FIXED, *(described().of(args) if maps else args))
+    with monkeypatch.context() as profiling:
+        profiling.setattr(start, "hooked", lambda: True)
+        starter(args)
+    hooked = run.seen.pop()
+    assert [type(x) for x in in_a_row(hooked)] == [type(x) for x in in_a_row(run.seen[-1])]
+    assert alike(plainly(hooked), plainly(run.seen[-1]))
     assert (starter.launcher is not None) == below and len(run.seen) == 3
     first, again, tritons = (sum(isinstance(x, torch.Tensor) for x in in_a_row(launch)) for launch in run.seen)
-    assert first == again == tritons - 1  # q's address is known
+    assert first == again == tritons - (1 if maps else 3)  # of q, and of k and v where they are pointers
     assert all(alike(plainly(ours), plainly(run.seen[-1])) for ours in run.seen)
-    assert next(run.made) == (4 if below else 6)  # once, and for the comparison; or each time
+    # Once, for the comparison and for the hook; or each time.
+    assert next(run.made) == (0 if not maps else 6 if below else 8)
+
+
+def test_a_kernel_without_descriptors_is_looked_at_once(run):
+    """Decoding over a cache that grows starts the same kernel with a new grid, of new shapes, at each token."""
+    run.launch = functools.partial(lambda *args: run.seen.append(args))
+    first, second = arguments(), arguments(6)
+    launcher = descriptors.found(run, FIXED, descriptors.Descriptors(), GRID, STREAM, first)
+    assert launcher is not None and run.seen == []
+    assert descriptors.found(run, FIXED, descriptors.Descriptors(), (9, 1, 1), 13, second) is launcher
+    for grid, args in ((GRID, first), ((9, 1, 1), second)):
+        launcher(grid, 13, args, [0, 1, 2])
+        run(*grid, 13, *FIXED, *args)
+        ours, tritons = run.seen[-2:]
+        assert ours[:3] == grid and alike(plainly(ours), plainly(tritons))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("backend", ["hopper", "triton", "split"])
 def test_the_launcher_of_this_triton_is_found(backend, monkeypatch):
-    """On a GPU with tensor maps; the same bits from maps that were made before, of other tensors at other addresses."""
-    if torch.cuda.get_device_capability() < (9, 0) or (
-        backend == "hopper" and torch.cuda.get_device_capability()[0] > 9
-    ):
+    """Maps are made before, of other tensors at other addresses (decoding has none): the same bits."""
+    capability = torch.cuda.get_device_capability()
+    served = {"hopper": capability[0] == 9, "triton": capability >= (9, 0), "split": True}
+    if torch.version.hip or not served[backend]:
         pytest.skip("no such kernel with tensor maps here")
     monkeypatch.setattr(calls, "_ready", {})
-    inputs = [[torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3)] for _ in range(3)]
+    lengths = (2 if backend == "split" else 300, 300, 300)
+    inputs = [[torch.randn(2, 4, n, 64, device="cuda", dtype=torch.float16) for n in lengths] for _ in range(3)]
     first = [fa.attention(*qkv, causal=True, backend=backend) for qkv in inputs]
     (ready,) = calls._ready.values()
-    assert isinstance(ready.run.start.launcher, descriptors.Launcher)
+    starts = ready.run.starters if backend == "split" else [ready.run.start]
+    assert all(isinstance(starter.launcher, descriptors.Launcher) for starter in starts)
     for qkv, out in zip(inputs, first, strict=True):
         assert torch.equal(fa.attention(*qkv, causal=True, backend=backend), out)
 
@@ -215,5 +247,5 @@ def test_both_keys_and_values_must_be_what_the_copy_engine_takes(which):
         config = TileConfig(64, 64, 4, 3)
         rows = torch.empty(1, 2, 40)
         call = attention_launch.Call(problem, inputs, torch.empty_like(whole), rows, H200, config)
-        made[name] = call.start.descriptors is not None
+        made[name] = bool(call.start.descriptors.blank)
     assert made == {"whole": True, "odd": False}

@@ -39,8 +39,8 @@ class Launches:
     def run(self, *args):
         args = args[-len(attention_hopper_launch.attention_hopper_kernel.arg_names) :]
         self.during()
-        tensors = (*(descriptor.base for descriptor in args[:5] if descriptor), *args[5:8])
-        self.seen.append(([x.data_ptr() for x in tensors], args[-3]))
+        described = [descriptor.base.data_ptr() for descriptor in args[:5] if descriptor]
+        self.seen.append(([*described, *args[5:8]], args[-3]))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def prepared(monkeypatch):
         _, problem = attention_problem(64, 64, torch.float16, 64, 2, False, sinks, False, mask, (None, None), {})
         given, _ = tensors()
         call = attention_hopper_launch.Call(problem, *given, GPUS["sm_90"][1])
-        call.start.compiled = launches
+        call.start.compiled, call.start.pointers = launches, [5, 6, 7]
         return call, tensors
 
     return prepare

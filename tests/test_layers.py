@@ -55,7 +55,7 @@ NEIGHBOURS = {
     ("scores", "state"),
     ("tiles", "scores"),
     ("kernels.tuning", "target"),
-    ("kernels.hopper_config", "kernels.tuning"),
+    *((f"kernels.{room}", "kernels.tuning") for room in ("hopper_config", "tuning_dealt", "tuning_parts")),
     *(("kernels.tuning_dealt", f"kernels.{room}") for room in ("hopper_config", "tuning_hopper", "tuning_parts")),
     *(("kernels.tuning_hopper", f"kernels.{room}") for room in ("hopper_config", "tuning", "tuning_parts")),
     ("kernels.tuning_parts", "kernels.hopper_config"),

@@ -6,7 +6,7 @@ descriptors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,11 +42,12 @@ KERNELS = {"hopper": "attention_hopper_kernel", "triton": "attention_kernel", "s
 def large_cases(draw: st.DrawFn) -> Any:
     """What the Hopper kernel takes, and the kernels of few rows over many keys: `cases` has few of those."""
     case = draw(cases(dtypes=HALF, features={"causal", "window", "softcap", "sinks", "mask"}, max_batch=1, max_dim=64))
-    rows, keys, dim = (draw(st.sampled_from(sizes)) for sizes in ((1, 8, 100, 300), (200, 700, 3000), (64, 96, 128)))
-    make = lambda length: torch.zeros(2, 2, length, dim, dtype=case.q.dtype)
+    rows, keys = (draw(st.sampled_from(sizes)) for sizes in ((1, 8, 100, 300), (200, 700, 3000)))
+    dim, dim_v = (draw(st.sampled_from((64, 96, 128))) for _ in range(2))
+    make = lambda length, dim: torch.zeros(2, 2, length, dim, dtype=case.q.dtype)
     mask = None if case.mask is None else torch.zeros(rows, keys, dtype=case.mask.dtype)
     sinks = None if case.sinks is None else torch.zeros(2)
-    return case.replace(q=make(rows), k=make(keys), v=make(keys), mask=mask, sinks=sinks)
+    return case.replace(q=make(rows, dim), k=make(keys, dim), v=make(keys, dim_v), mask=mask, sinks=sinks)
 
 
 class Counters:
@@ -54,6 +55,11 @@ class Counters:
 
     def next(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32)
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
 def look(argument: Any) -> None:
@@ -68,6 +74,8 @@ def look(argument: Any) -> None:
         assert all(0 <= step * itemsize < 2**40 and step * itemsize % 16 == 0 for step in argument.strides[:-1])
         assert argument.strides[-1] == 1
         assert all(0 < size <= 256 for size in argument.block_shape)
+        # Of states that share a tensor, and parts, there may be more behind it.
+        assert reach(argument.shape, argument.strides) <= reach(argument.base.shape, argument.base.stride())
 
 
 @contextmanager

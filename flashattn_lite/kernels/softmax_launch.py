@@ -210,7 +210,7 @@ def programs_of(tile: SoftmaxTile, units: int, sms: int) -> tuple[bool, tuple[in
 
 def parts_for(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Room for the parts (m, l) of a launch, each 16-byte aligned."""
-    both = x.new_empty(2, max(4, -(-count // 4) * 4), dtype=torch.float32)
+    both = x.new_empty(2, max(4, cdiv(count, 4) * 4), dtype=torch.float32)
     return both[0], both[1]
 
 

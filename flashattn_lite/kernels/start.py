@@ -42,8 +42,8 @@ class Starter:
         self, kernel: Any, blocks: int, options: dict[str, Any], descriptors: Descriptors | None = None
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (blocks, 1, 1), {**options, **AS_WRITTEN}
-        self.descriptors = descriptors
-        # Once there was a call: the device's index, and where the arguments are tensors that remain pointers.
+        self.descriptors = descriptors or Descriptors()
+        # Once there was a call: the device's index, and where tensors are arguments by themselves, no descriptors.
         self.index, self.pointers = 0, list[int]()
         self.compiled: Any = None
         self.runner: Any = None
@@ -57,23 +57,22 @@ class Starter:
             described = self.described(args)
             self.pointers = [i for i, x in enumerate(described) if hasattr(x, "data_ptr")]
             compiled = self.kernel[self.grid](*described, **self.options)
-            if self.descriptors is not None:
-                below = compiled.run, self.grid, without_hooks(compiled), self.descriptors
-                self.launcher = found(*below, stream, args)
+            below = compiled.run, without_hooks(compiled), self.descriptors
+            self.launcher = found(*below, self.grid, stream, args)
             self.runner, self.compiled = compiled[self.grid], compiled
             return
         stream = current_stream(self.index)
         if hooked():
             self.runner(*self.described(args), stream=stream)
         elif self.launcher is not None:
-            self.launcher(stream, args, self.pointers)
+            self.launcher(self.grid, stream, args, self.pointers)
         else:
             given = addressed(self.described(args), self.pointers)
             compiled.run(*self.grid, stream, *without_hooks(compiled), *given)
 
     def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A call's arguments as the kernel takes them."""
-        return args if self.descriptors is None else self.descriptors.of(args)
+        return self.descriptors.of(args)
 
     def plan(self, args: tuple[Any, ...]) -> Plan:
         return Plan(self.kernel, self.grid, self.described(args), self.options)

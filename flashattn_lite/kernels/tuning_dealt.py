@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from flashattn_lite.kernels.hopper_config import HOPPER_TALK, HopperConfig, pieces_of_v, room_of, widest_of
+from flashattn_lite.kernels.tuning import cdiv
 from flashattn_lite.kernels.tuning_hopper import SHORT_128
 from flashattn_lite.kernels.tuning_parts import folding, folds, parts_of
 from flashattn_lite.problem import AttentionProblem
@@ -77,7 +78,7 @@ def dealt(problem: AttentionProblem, config: HopperConfig, target: Target) -> Ho
 
     def tasks(consumers: int) -> int:
         heads = problem.heads_kv if config.pack > 1 else problem.heads_q
-        return problem.batch * heads * -(-problem.len_q * config.pack // (64 * consumers)) * parts
+        return problem.batch * heads * cdiv(problem.len_q * config.pack, 64 * consumers) * parts
 
     if config.split:
         one = one_consumer(problem, config)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashattn_lite.kernels.tuning import padded, shared_bytes
+from flashattn_lite.kernels.tuning import cdiv, padded, shared_bytes
 from flashattn_lite.problem import FAR, AttentionProblem
 from flashattn_lite.target import Target
 
@@ -223,8 +223,8 @@ def enough(rows: int, splits: int, own: int, each: int, target: Target, full: fl
     """Whether programs that own so many of the splits of each of the rows are enough for a GPU, `each` on a
     multiprocessor at once: one wave of programs that are alike, or waves that leave few places empty.
     """
-    of_a_row, places = -(-splits // own), target.multiprocessors * each
-    waves = -(-rows * of_a_row // places)
+    of_a_row, places = cdiv(splits, own), target.multiprocessors * each
+    waves = cdiv(rows * of_a_row, places)
     alike = of_a_row == 1 or splits >= ALIKE * of_a_row * own
     return rows * of_a_row >= (ONE_WAVE if waves == 1 and alike else full) * waves * places
 

@@ -14,6 +14,7 @@ from flashattn_lite.kernels.hopper_config import (
     room_of,
     widest_of,
 )
+from flashattn_lite.kernels.tuning import cdiv
 from flashattn_lite.problem import AttentionProblem
 from flashattn_lite.target import Target
 
@@ -183,13 +184,13 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
     chains are enough for the GPU.
     """
     taken = folding(problem, config)
-    tiles = -(-problem.len_q // (64 * config.warpgroups // config.pack)) * problem.batch
+    tiles = cdiv(problem.len_q, 64 * config.warpgroups // config.pack) * problem.batch
     tiles *= problem.heads_kv if config.pack > 1 else problem.heads_q
     parts = parts_of(problem, config)
     # Of three blocks on a multiprocessor one is enough, as measured, where rows leave, but not where states do.
     at_once = target.multiprocessors * (1 if taken.alone else config.blocks)
     taken_parts = config.chain * config.chains
-    waves = -(-tiles * -(-parts // taken_parts) // at_once)
+    waves = cdiv(tiles * cdiv(parts, taken_parts), at_once)
     places = waves * at_once * min(parts, taken_parts)
     wide = widest_of(problem) > CHAINED
     least = 2 if wide or config.chains > 1 else config.stages
@@ -200,9 +201,9 @@ def folds(problem: AttentionProblem, config: HopperConfig, target: Target) -> bo
 def parts_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Of the keys that all rows of a sequence see between them, as `splits_of` has them."""
     # With a window the first tile may begin ahead of the keys that are seen.
-    tiles = -(-problem.keys_seen // config.block_n) + problem.features.left
-    each = min(-(-tiles // FEW_PARTS), config.long // config.block_n)
-    return -(-tiles // max(each, config.split // config.block_n, -(-tiles // config.parts)))
+    tiles = cdiv(problem.keys_seen, config.block_n) + problem.features.left
+    each = min(cdiv(tiles, FEW_PARTS), config.long // config.block_n)
+    return cdiv(tiles, max(each, config.split // config.block_n, cdiv(tiles, config.parts)))
 
 
 def folding(problem: AttentionProblem, config: HopperConfig) -> HopperConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from flashattn_lite.kernels.tuning import SHARED_RESERVED, power_of_two, shared_bytes
+from flashattn_lite.kernels.tuning import SHARED_RESERVED, cdiv, power_of_two, shared_bytes
 from flashattn_lite.target import Target
 
 
@@ -34,9 +34,9 @@ class SoftmaxTile:
 
     def split(self, cols: int) -> tuple[int, int]:
         """(splits, steps): how many programs share a row of that many columns, and the tiles that each takes."""
-        tiles = max(1, -(-cols // self.cols))
-        steps = max(min(self.steps, tiles), -(-tiles // (MOST_PARTS // self.rows)))
-        return -(-tiles // steps), steps
+        tiles = max(1, cdiv(cols, self.cols))
+        steps = max(min(self.steps, tiles), cdiv(tiles, MOST_PARTS // self.rows))
+        return cdiv(tiles, steps), steps
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RingTile:
 
     def split(self, cols: int) -> int:
         """How many units a row of that many columns is."""
-        return -(-cols // (self.cols - self.spare))
+        return cdiv(cols, self.cols - self.spare)
 
     def fit(self, slots: int, itemsize: int, target: Target) -> int:
         """How many programs with so many slots have a place on an SM."""

@@ -95,7 +95,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
         return attention(*args)
     args = measured(args)
     ready = calls.prepared(args)
-    done = _direct(ready, args)
+    done = direct(ready, args)
     ready.trusted = True
     return done
 
@@ -103,10 +103,11 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
 def recall(args: calls.Arguments) -> tuple[Tensor, Tensor] | None:
     """(out, lse) if the door knows the metadata and nothing but autograd watches, else None."""
     ready = calls.known(args)
-    return None if ready is None else _direct(ready, args)
+    return None if ready is None else direct(ready, args)
 
 
-def _direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
+def direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a known call, as a node to autograd where it records."""
     return Recorded.apply(ready, *args) if calls.recorded(args[:NUM_TENSORS]) else calls.run(ready, args)
 
 

@@ -17,7 +17,7 @@ from flashattn_lite import forks, sdpa
 from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.autocast import autocasts
 from flashattn_lite.errors import not_implemented
-from flashattn_lite.watchers import ORDINARY, plain, shares_out, watched
+from flashattn_lite.watchers import ORDINARY, shares_out, watched
 
 MOST, SHOWN = 1000, 20  # kinds of calls that a report tells apart, and prints
 
@@ -129,7 +129,10 @@ class Report:
 
 def _looks(given: tuple[Any, ...], is_causal: Any) -> Any:
     """What says of which kind a call is, in a model's usual ones; None: of others."""
-    if type(is_causal) is not bool or not plain(given) or autocasts(given[0].device):
+    for x in given:
+        if type(x) not in ORDINARY:
+            return None
+    if type(is_causal) is not bool or watched() or autocasts(given[0].device):
         return None
     return (*[x.shape for x in given], given[0].dtype, given[0].device, is_causal)
 

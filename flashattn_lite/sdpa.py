@@ -124,10 +124,7 @@ def _recall(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> Tensor | None:
     """The result, if the door knows such a call (3 or 4 dims, nothing to broadcast); nothing is checked yet."""
-    if query is None or key is None or value is None or not watchers.plain((query, key, value, attn_mask)):
-        return None
-    dims = query.dim()
-    if dims not in (3, 4) or not dims == key.dim() == value.dim():
+    if torch.compiler.is_compiling() or type(query) not in watchers.ORDINARY:
         return None
     if type(dropout_p) not in (float, int) or dropout_p != 0 or type(is_causal) is not bool:
         return None
@@ -135,19 +132,34 @@ def _recall(
         scale = float(scale)
     if type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
         return None
-    if (query.shape[-3] != key.shape[-3] and not enable_gqa) or autocasts(query.device):
+    if autocasts(query.device):
         return None
-    if attn_mask is not None:
-        if is_causal or attn_mask.dim() > dims or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    given, dims = Inputs(query, key, value, attn_mask), query.dim()
+    inputs = given if dims == 4 and attn_mask is None else _viewed(given, is_causal)
+    if inputs is None:
+        return None
+    args = _arguments(inputs, (is_causal, 0 if is_causal else None), scale)
+    ready = calls.known(args)
+    if ready is None or (ready.problem.group > 1 and not enable_gqa):
+        return None
+    out, _ = ops.direct(ready, args)
+    return out if dims == 4 else operators.reshaped(out, out.shape[1:])
+
+
+def _viewed(inputs: Inputs, is_causal: bool) -> Inputs | None:
+    """With 4 dims, where there are 3, or a mask of up to as many; None: other dims, a mask to be refused or cast."""
+    q, k, v, mask = inputs[:4]
+    if k is None or v is None or not watchers.plain((q, k, v, mask)):
+        return None
+    dims = q.dim()
+    if dims not in (3, 4) or not dims == k.dim() == v.dim():
+        return None
+    if mask is not None:
+        if is_causal or mask.dim() > dims or mask.dtype not in (torch.bool, torch.float32, q.dtype):
             return None
-        if attn_mask.dim() < 4:
-            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
-    tensors = (query, key, value) if dims == 4 else (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
-    inputs = Inputs(*tensors, attn_mask)
-    done = ops.recall(_arguments(inputs, (is_causal, 0 if is_causal else None), scale))
-    if done is None:
-        return None
-    return done[0] if dims == 4 else operators.reshaped(done[0], done[0].shape[1:])
+        if mask.dim() < 4:
+            mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    return Inputs(q, k, v, mask) if dims == 4 else Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask)
 
 
 def _number(x: Any) -> Any:

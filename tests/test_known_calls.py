@@ -191,9 +191,12 @@ def test_what_torchs_door_refuses_it_refuses_of_calls_that_ours_knows():
         sdpa_of(None)
 
 
-def test_heads_of_another_number_are_not_taken_for_grouped_ones():
-    q, k = torch.randn(4, 5, 16), torch.randn(2, 7, 16)
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_heads_of_another_number_are_not_taken_for_grouped_ones(lead):
+    """Whoever made the call known: attention takes them as they are."""
+    q, k = torch.randn(*lead, 4, 5, 16), torch.randn(*lead, 2, 7, 16)
     for _ in range(2):
+        fa.attention(*(x.view(1, *x.shape[-3:]) for x in (q, k, k)))
         fa.scaled_dot_product_attention(q, k, k, enable_gqa=True)
         with pytest.raises(ValueError, match="key: batch dims and heads must broadcast"):
             fa.scaled_dot_product_attention(q, k, k)

@@ -72,8 +72,8 @@ def whole_models() -> Iterator[Work]:
         (["forward+compiled"], "compiled"),
         (["train", "train+compiled"], "training"),
     ):
-        if some := [row for row in rows if row["op"] in ops]:
-            yield Work(f"whole models, {name}", some, by_time(tables.speeds(some, "ms", "op", "model")))
+        some = [row for row in rows if row["op"] in ops]
+        yield Work(f"whole models, {name}", some, by_time(tables.speeds(some, "ms", "op", "model")))
 
 
 def others() -> Iterator[Work]:

@@ -9,8 +9,9 @@ of today: ours may be off by 1.5 times as much as the rival (relative norms of t
 training). A run is a forward without gradients (of an answer 16, each of a token), or a forward and backward; it is
 timed between two events. Ours and the rival take turns of 60 ms, behind 60 ms of the same, until both have 500 ms and
 two turns: where the GPU waits for the host, what the host does counts as in use, and a host may change its pace.
-Rows of metric ms (median, p20, p80 over runs), peak_mib (most memory beyond what lay there before a run),
-relative_error and watts. The column op says the mode and whether it learns: forward, forward+compiled, train.
+Rows of metric ms (median, p20, p80 over runs), peak_mib (most memory beyond what lay there before a run) and
+relative_error; of power none, whose counter is too slow for such turns. The column op says the mode and whether it
+learns: forward, forward+compiled, train.
 """
 
 from __future__ import annotations
@@ -177,8 +178,6 @@ def rows_of(name: str, work: Work, modes: Sequence[str], device: str, dtype: tor
                 low, middle, high = (f"{timing.quantile(share):.3f}" for share in (0.2, 0.5, 0.8))
                 yield {**cell, "metric": "ms", "median": middle, "p20": low, "p80": high}
                 yield {**cell, "metric": "peak_mib", "median": f"{mib:.0f}"}
-                if timing.joules:
-                    yield {**cell, "metric": "watts", "median": f"{timing.watts:.0f}"}
 
 
 def columns() -> list[str]:

@@ -23,6 +23,7 @@ OPTIONS = (  # as the op's schema has them
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 AT = {name: NUM_TENSORS + i for i, name in enumerate(OPTION_NAMES)}  # where they are in a call's arguments
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
+FAR = 1 << 40  # an address from here on is no offset, which would be a terabyte
 
 Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
 
@@ -150,9 +151,14 @@ def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def place(x: Tensor) -> int:
-    """Where x lies in 16 bytes; -1: nowhere, as what stands for zeros or for a function of views."""
+    """Where x lies in 16 bytes; -1: nowhere, as what stands for zeros or for a function of views, or has no elements.
+
+    A slice of what lies nowhere has its offset for an address.
+    """
     address = x.data_ptr()
-    return address % 16 if address else -1
+    if address < FAR and address in (0, x.storage_offset() * x.element_size()):
+        return -1
+    return address % 16
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:

@@ -140,7 +140,7 @@ def _recall(
         return None
     args = _arguments(inputs, (is_causal, 0 if is_causal else None), scale)
     ready = calls.known(args)
-    if ready is None or (ready.problem.group > 1 and not enable_gqa):
+    if ready is None or (ready.problem.heads_q != ready.problem.heads_kv and not enable_gqa):
         return None
     out, _ = ops.direct(ready, args)
     return out if dims == 4 else operators.reshaped(out, out.shape[1:])

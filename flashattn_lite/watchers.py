@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -72,9 +72,9 @@ def distributed(x: Tensor) -> bool:
 
 def shares_out(function: Any) -> bool:
     """Whether what stands in the place of torch's attention is context_parallel's: a process has a part of the keys."""
-    if not isinstance(function, FunctionType):  # torch's own, in most calls
+    if isinstance(function, BuiltinFunctionType):  # torch's own, in most calls
         return False
-    module: str = function.__globals__.get("__name__", "")
+    module: str = getattr(function, "__globals__", {}).get("__name__", "")
     return module.startswith("torch.distributed.")
 
 

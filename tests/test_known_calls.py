@@ -191,12 +191,36 @@ def test_what_torchs_door_refuses_it_refuses_of_calls_that_ours_knows():
         sdpa_of(None)
 
 
+@pytest.mark.parametrize("heads", [0, 4])
 @pytest.mark.parametrize("lead", [(), (1,)])
-def test_heads_of_another_number_are_not_taken_for_grouped_ones(lead):
+def test_heads_of_another_number_are_not_taken_for_grouped_ones(lead, heads):
     """Whoever made the call known: attention takes them as they are."""
-    q, k = torch.randn(*lead, 4, 5, 16), torch.randn(*lead, 2, 7, 16)
+    q, k = torch.randn(*lead, heads, 5, 16), torch.randn(*lead, 2, 7, 16)
     for _ in range(2):
         fa.attention(*(x.view(1, *x.shape[-3:]) for x in (q, k, k)))
         fa.scaled_dot_product_attention(q, k, k, enable_gqa=True)
         with pytest.raises(ValueError, match="key: batch dims and heads must broadcast"):
             fa.scaled_dot_product_attention(q, k, k)
+
+
+STAND_INS = {
+    "zeros": lambda x: torch._efficientzerotensor((3, *x.shape[1:]), dtype=x.dtype)[1:],
+    "a function of views": lambda x: torch._to_functional_tensor(torch.cat([x, x[:1]])[1:]),
+}
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+@pytest.mark.parametrize("call", [fa.attention, fa.scaled_dot_product_attention])
+def test_a_slice_of_what_lies_nowhere_is_not_taken_for_numbers(call, kind):
+    """Its address is its offset; a kernel would read there."""
+    q, v = torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
+    for _ in range(2):
+        call(q, q, v)
+    stand_in = STAND_INS[kind](v)
+    assert 0 < stand_in.data_ptr() < 4096 and calls.place(stand_in) == -1
+    assert calls.place(torch.empty(3, 0)[1:]) == -1 and calls.place(v[1:]) in range(16)
+    found = call(q, q, stand_in)
+    torch._sync(found) if torch._is_functional_tensor(found) else None
+    numbers = torch._from_functional_tensor(found) if torch._is_functional_tensor(found) else found
+    want = torch.zeros_like(v) if kind == "zeros" else call(q, q, torch.cat([v, v[:1]])[1:])
+    assert torch.equal(numbers, want)

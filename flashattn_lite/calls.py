@@ -23,7 +23,7 @@ OPTIONS = (  # as the op's schema has them
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 AT = {name: NUM_TENSORS + i for i, name in enumerate(OPTION_NAMES)}  # where they are in a call's arguments
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
-FAR = 1 << 40  # an address from here on is no offset, which would be a terabyte
+OFFSETS = 1 << 40  # what is larger is an address: as an offset it would be a terabyte
 
 Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
 
@@ -156,7 +156,7 @@ def place(x: Tensor) -> int:
     A slice of what lies nowhere has its offset for an address.
     """
     address = x.data_ptr()
-    if address < FAR and address in (0, x.storage_offset() * x.element_size()):
+    if address < OFFSETS and address in (0, x.storage_offset() * x.element_size()):
         return -1
     return address % 16
 

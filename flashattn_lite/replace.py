@@ -129,10 +129,7 @@ class Report:
 
 def _looks(given: tuple[Any, ...], is_causal: Any) -> Any:
     """What says of which kind a call is, in a model's usual ones; None: of others."""
-    for x in given:
-        if type(x) not in ORDINARY:
-            return None
-    if type(is_causal) is not bool or watched() or autocasts(given[0].device):
+    if type(is_causal) is not bool or _transformed(given) or autocasts(given[0].device):
         return None
     return (*[x.shape for x in given], given[0].dtype, given[0].device, is_causal)
 
@@ -142,11 +139,18 @@ def _kind(given: tuple[Any, ...], is_causal: Any) -> Kind:
     bias = is_causal_bias(attn_mask)  # a tensor of nothing, and causal
     mask = _shape(attn_mask) if isinstance(attn_mask, Tensor) and not bias else None
     tensors = given[:3] if bias else given
-    transformed = watched() or any(type(x) not in ORDINARY for x in tensors)
     lower = autocasts(query.device) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(query.device.type) if lower else query.dtype
     q, k, v = map(_shape, (query, key, value))
-    return Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal) or bias, transformed)
+    return Kind(q, k, v, dtype, query.device.type, mask, bool(is_causal) or bias, _transformed(tensors))
+
+
+def _transformed(given: tuple[Any, ...]) -> bool:
+    """Whether a mode or transform looks on, or somebody's class stands for a tensor."""
+    for x in given:
+        if type(x) not in ORDINARY:
+            return True
+    return watched()
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:

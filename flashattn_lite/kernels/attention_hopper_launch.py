@@ -180,8 +180,7 @@ class Call:
             *copied,
         )
         # Where no tensor belongs to the scores, theirs are the same for all launches.
-        scores = score_args(problem, inputs) if all(x is None for x in (*inputs[3:], table)) else None
-        self.last = None if scores is None else (*self.numbers, scores, problem.features, tile)
+        self.scores = score_args(problem, inputs) if all(x is None for x in (*inputs[3:], table)) else None
         options = {"num_warps": 4, "maxnreg": REGISTERS[tile.WARPGROUPS, config.blocks]}
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options, descriptors)
@@ -192,10 +191,9 @@ class Call:
     ) -> tuple[Any, ...]:
         """In parts, acc and m come in the place of out and lse."""
         mask = expanded_mask(self.problem, inputs.mask) if self.tile.MASK_COPIED else None
-        last = self.last
-        if last is None:
-            last = (*self.numbers, score_args(self.problem, inputs, table), self.problem.features, self.tile)
-        return (inputs.q, inputs.k, inputs.v, out, mask, out, lse, counter, *last)
+        scores = self.scores or score_args(self.problem, inputs, table)
+        given = (*inputs[:3], out, mask, out, lse, counter)
+        return (*given, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         on(out.device, self._launch, inputs, out, lse, table)

@@ -324,7 +324,7 @@ def explain_varlen(
 
 def _explained(tensors: tuple[Any, ...], *rest: Any) -> dispatch.Explanation:
     """Of a call that has passed the door."""
-    args = _arguments(tuple(map(bare, tensors)), *rest)
+    args = ops.as_schema(_arguments(tuple(map(bare, tensors)), *rest))
     if plain(args[: calls.NUM_TENSORS], args[calls.NUM_TENSORS :]):  # else nobody knows how long sequences are
         args = ops.measured(args)
     inputs, problem = calls.problem_of(args[:-1])

@@ -93,17 +93,31 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
     d_out, d_lse, out, lse, *rest, needs = args
     if d_out.stride(-1) != 1:  # the gradient of a sum, say, has no strides at all
         d_out = d_out.contiguous()
-    lse, d_lse = lse.contiguous(), d_lse.contiguous()  # who kept lse for autograd may hand it back otherwise
-    inputs, options = Inputs(*rest[:NUM_TENSORS]), tuple(rest[NUM_TENSORS:])
-    tf32 = inputs.q.dtype == torch.float32 and takes_tf32()  # as in _key
-    of_tensors = map(metadata, (*inputs, out, lse, d_out, d_lse))
-    key = (options, *map(type, options), tuple(needs), tf32, *of_tensors)
+    lse = lse.contiguous()  # who kept it for autograd may hand it back otherwise
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    key = _key_of_gradients((d_out, d_lse, out, lse, *rest, needs))
     make = _gradients.get(key)
     if make is None:
-        _, problem = problem_of(tuple(rest))
+        inputs, problem = problem_of(tuple(rest))
         make = dispatch.prepare_gradients(problem, inputs, d_out, tuple(needs))
         remember(_gradients, key, make)
-    return make(inputs, out, lse, d_out, d_lse)
+    return make(Inputs(*rest[:NUM_TENSORS]), out, lse, d_out, d_lse)
+
+
+def known_gradients(*args: Any) -> tuple[Tensor | None, ...] | None:
+    """As `gradients`, if it knows the metadata and nothing watches, else None. args are unchecked."""
+    make = look_up(_gradients, _key_of_gradients, args)
+    if make is None:
+        return None
+    d_out, d_lse, out, lse, *tensors = args[: 4 + NUM_TENSORS]
+    return make(Inputs(*tensors), out, lse, d_out, d_lse)
+
+
+def _key_of_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that launches depend on but the addresses, as `_key`."""
+    tensors, options, needs = args[: 4 + NUM_TENSORS], args[4 + NUM_TENSORS : -1], args[-1]
+    tf32 = tensors[4].dtype == torch.float32 and takes_tf32()
+    return (options, *map(type, options), tuple(needs), tf32, *map(metadata, tensors))
 
 
 def known(args: Arguments) -> Ready | None:

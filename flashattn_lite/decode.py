@@ -285,8 +285,8 @@ def explain_decode(
 
 def _checked(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The options in the op's order, as numbers, once every argument has passed the door."""
-    (q, k_cache, v_cache, kv_lens, block_table, sinks), (causal, *numbers, backend) = tensors, given
-    window, scale, softcap = map(from_array, numbers)
+    (q, k_cache, v_cache, kv_lens, block_table, sinks), (*options, backend) = tensors, given
+    causal, window, scale, softcap = map(from_array, options)
     arguments_decode.check_decode(q, k_cache, v_cache, kv_lens, block_table)
     arguments.check_no_tangent(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     arguments.check_options(causal=causal, q_start=None, window=window, scale=scale, softcap=softcap)

@@ -48,7 +48,7 @@ def forward(*args: Any, **_: Any) -> int:
     return 2 * pairs(inputs) * inputs.q.shape[1] * (inputs.q.shape[-1] + inputs.v.shape[-1])
 
 
-def backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, *args: Any, **_: Any) -> int:
+def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *args: Any, **_: Any) -> int:
     """Of `flashattn_lite::attention_backward`: Q K^T anew, dO V^T, P^T dO, dS K and dS^T Q."""
     inputs = Inputs(*args[: len(Inputs._fields)])
     return 2 * pairs(inputs) * inputs.q.shape[1] * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])

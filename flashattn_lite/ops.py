@@ -76,20 +76,25 @@ def check_values(args: calls.Arguments) -> None:
         check_varlen_values(inputs.q, inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *limits)
 
 
+def as_schema(args: calls.Arguments) -> calls.Arguments:
+    """With Python's numbers, as the schema has them: for an int a kernel would take another type of argument."""
+    given = list(args)
+    for name in ("scale", "softcap"):
+        given[AT[name]] = None if given[AT[name]] is None else float(given[AT[name]])
+    at = AT["q_start"]  # and behind it a window's two sides
+    given[at : at + 3] = diagonals_as_int64(*given[at : at + 3])
+    for name in PROMISES:
+        given[AT[name]] = as_int64(given[AT[name]])
+    return tuple(given)
+
+
 def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of arguments that the door let through, as one op to autograd, compilers and tracers.
 
     Where only autograd looks on it is a node without the op, and where nothing does it runs by itself: an op costs some
     200 µs of Python a call that is recorded, and a process's first imports much of torch (1.3 s on a CPU).
     """
-    given = list(args)
-    for name in ("scale", "softcap"):  # the schema's floats
-        given[AT[name]] = None if given[AT[name]] is None else float(given[AT[name]])
-    at = AT["q_start"]  # and behind it a window's two sides
-    given[at : at + 3] = diagonals_as_int64(*given[at : at + 3])
-    for name in PROMISES:
-        given[AT[name]] = as_int64(given[AT[name]])
-    args = tuple(given)  # a kernel would take an int for another type of argument
+    args = as_schema(args)
     if not plain(args[:NUM_TENSORS], args[NUM_TENSORS:]):
         flops.teach()
         return attention(*args)
@@ -108,24 +113,29 @@ def recall(args: calls.Arguments) -> tuple[Tensor, Tensor] | None:
 
 def direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a known call, as a node to autograd where it records."""
-    return Recorded.apply(ready, *args) if calls.recorded(args[:NUM_TENSORS]) else calls.run(ready, args)
+    if not calls.recorded(args[:NUM_TENSORS]):
+        return calls.run(ready, args)
+    return Attention.apply(ready, args[DIFFERENTIABLE:], *args[:DIFFERENTIABLE])
 
 
-class Recorded(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """The op's node, without the op: autograd's part of a call that no compiler, mode or transform has to see.
 
-    Without a setup_context, for which torch would look at forward's signature anew in every call (16 of 28 us).
+    Named as the op's, since graphs show it: AttentionBackward.
+    Without a setup_context, for which torch would look at forward's signature anew in every call (16 of 28 us), and
+    given one by one only what may have a gradient, since autograd looks at all that it is given.
     """
 
     @staticmethod
-    def forward(ctx: Any, ready: calls.Ready, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ready: calls.Ready, rest: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        args = (*tensors, *rest)
         done = calls.run(ready, args)
         _save(ctx, args, done)
         return done
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx, ctx.needs_input_grad[1:], d_out, d_lse)
+        return None, None, *_gradients(ctx, ctx.needs_input_grad[2:], d_out, d_lse)
 
 
 def _no_second_derivative(*_: Any) -> None:
@@ -162,7 +172,7 @@ def _shapes_backward(*args: Any) -> tuple[Tensor, ...]:
 
 attention_backward = operators.define(
     "attention_backward",
-    f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, bool[] needs) "
+    f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _shapes_backward,
@@ -181,13 +191,14 @@ def _gradients(
     """Of all the op's arguments."""
     *tensors, out, lse = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
     needs = [x is not None and need for x, need in zip(tensors, asked[:DIFFERENTIABLE], strict=False)]
     results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
     # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
-    if not torch.is_grad_enabled() and plain((*tensors, *results), ctx.options):
+    direct = not torch.is_grad_enabled()
+    grads = calls.known_gradients(*results, *call, needs) if direct else None
+    if grads is None and direct and plain((*tensors, *results), ctx.options):
         grads = calls.gradients(*results, *measured(call), needs)
-    else:
+    elif grads is None:
         flops.teach()
         grads = attention_backward(*results, *call, needs)
     returned = [grad if need else None for grad, need in zip(grads, needs, strict=True)]

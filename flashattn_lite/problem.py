@@ -30,7 +30,8 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # [B + 1] int32
 
 
-Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor], Grads]  # of (inputs, out, lse, d_out, d_lse)
+# Of (inputs, out, lse, d_out, d_lse); no d_lse is one of zeros.
+Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Grads]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:
     """Gradients of q, k, v, mask and sinks, shapes, order in memory and dtypes theirs; None where `needs` says so."""
@@ -61,7 +61,8 @@ def backward(
     grads: Grads = (sums[0], sums[1], sums[2], sums[3], sums[4])
     with as_written(problem.device):
         for seq in sequences(problem, inputs) if lse.numel() else ():
-            rows = tuple(map(seq.of_rows, (out, lse, d_out, d_lse)))
+            of_rows = seq.of_rows
+            rows = of_rows(out), of_rows(lse), of_rows(d_out), None if d_lse is None else of_rows(d_lse)
             shape = tile_of(problem, seq.q.shape[3], seq.k.shape[2])
             in_room = problem.device.type == "cpu" or problem.dtype.itemsize >= 4  # else `product` takes none
             rooms = [seq.room(shape) if in_room else None for _ in range(2)]
@@ -106,7 +107,7 @@ class Chunk:
         self.keys_are_clean = on_host and not bool(bad.any())
         self.sums: dict[int, tuple[slice, Tensor, Tensor]] = {}  # by first key: keys, dK, dV
 
-    def add(self, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> None:
+    def add(self, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> None:
         """One row tile: completes its dq, adds to the rest."""
         rows = Rows(self, tile, out, lse, d_out, d_lse)
         if (coarse := rows.coarse()) is not None:
@@ -202,11 +203,15 @@ class Chunk:
 class Rows:
     """The query side of a row tile, packed: [slots, rows, D] and [slots, rows]; bad rows as zeros, with P = 0."""
 
-    def __init__(self, chunk: Chunk, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> None:
+    def __init__(
+        self, chunk: Chunk, tile: RowTile, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> None:
         self.chunk, self.tile, wide = chunk, tile, chunk.wide
         self.inv_l: Tensor | None = None
         q, d_out_tile = tile.packed(chunk.seq.q), tile.packed(d_out)
-        delta = (d_out_tile.to(wide) * tile.packed(out).to(wide)).sum(-1) - tile.packed(d_lse)
+        delta = (d_out_tile.to(wide) * tile.packed(out).to(wide)).sum(-1)
+        if d_lse is not None:
+            delta = delta - tile.packed(d_lse)
         self.true_lse = state.reference(tile.packed(lse).to(wide) * LOG2E)
         self.true_delta = delta
         finite = torch.isfinite(self.true_lse) & torch.isfinite(delta)

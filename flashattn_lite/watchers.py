@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 try:  # by their names alone, because every call asks
     from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._autograd import _profiler_enabled
     from torch._C._functorch import peek_interpreter_stack
     from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 except ImportError:  # a torch that names these otherwise: everything may look on, so the op is seen
@@ -101,8 +102,8 @@ def dense_and_real(x: Tensor) -> bool:
 
 
 def watched() -> bool:
-    """A dispatch mode, a function transform, forward-mode autograd or a tracer is active, and must see the op."""
-    if forward_ad._current_level >= 0 or _is_tracing() or _len_torch_dispatch_stack() > 0:
+    """A dispatch mode, a function transform, forward-mode autograd, a tracer or a profiler must see the op."""
+    if forward_ad._current_level >= 0 or _is_tracing() or _len_torch_dispatch_stack() > 0 or _profiler_enabled():
         return True
     if _len_torch_dispatch_stack_pre_dispatch() > 0:  # a tracer ahead of autograd, counted apart
         return True

@@ -10,8 +10,7 @@ import pytest
 
 def starters_run(patch: pytest.MonkeyPatch, run: Callable[[Any, tuple[Any, ...]], object]) -> None:
     """From here on a start is `run(starter, args)`, args with descriptors; nothing is compiled ahead of it."""
-    from flashattn_lite.kernels import backward_launch, start
+    from flashattn_lite.kernels import start
 
     patch.setattr(start.Starter, "__call__", lambda starter, args: run(starter, starter.described(args)))
-    for module in (start, backward_launch):
-        patch.setattr(module, "compile_together", lambda launches: None)
+    patch.setattr(start, "compile_together", lambda launches: None)

@@ -135,27 +135,6 @@ def test_gradients_are_recorded_whatever_ran_before():
         assert not fa.attention(q, k, v).requires_grad
 
 
-def test_what_autograd_alone_sees_is_the_ops_derivative():
-    """Recorded without the op, or with it where a mode looks on: the same bits, and no second derivatives."""
-
-    def gradients(function):
-        inputs = [x.clone().requires_grad_() for x in qkv_fixed]
-        out, lse = function(*inputs, causal=True, return_lse=True)
-        return out, torch.autograd.grad((out * out.detach()).sum() + lse.sum(), inputs)
-
-    qkv_fixed = qkv()
-    out, direct = gradients(fa.attention)
-    assert type(out.grad_fn).__name__ == "RecordedBackward"
-    with Watch():
-        out, through_the_op = gradients(fa.attention)
-    assert type(out.grad_fn).__name__ != "RecordedBackward"
-    assert all(torch.equal(a, b) for a, b in zip(direct, through_the_op, strict=True))
-    q, k, v = (x.clone().requires_grad_() for x in qkv_fixed)
-    (once,) = torch.autograd.grad(fa.attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"no gradients of their own; .*attention_reference"):
-        once.sum().backward()
-
-
 def test_only_lse_is_asked_for_its_gradient():
     q, k, v = (x.requires_grad_() for x in qkv())
     fa.attention(q, k, v, return_lse=True)[1].sum().backward()

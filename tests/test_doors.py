@@ -180,3 +180,20 @@ def test_autocast_leaves_float64_as_torch_does():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fa.scaled_dot_product_attention(q, q, q).dtype == F.scaled_dot_product_attention(q, q, q).dtype
         torch.testing.assert_close(fa.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16"])
+def test_narrow_integers_of_numpy_are_explained(kind, recwarn):
+    """As Python's, wherever their own arithmetic would end; and NumPy's bool is one to decoding too."""
+    np = pytest.importorskip("numpy")
+    narrow = getattr(np, kind)
+    for k in (torch.randn(1, 2, 4, 8), torch.randn(1, 2, 200, 8), torch.randn(1, 2, 40000, 8)):
+        for window in ((5, None), (100, 100), (None, 3)):
+            given = tuple(x if x is None else narrow(x) for x in window)
+            for start, own in ((None, None), (100, narrow(100))):
+                want = fa.explain(k[:, :, :4], k, k, window=window, q_start=start)
+                assert fa.explain(k[:, :, :4], k, k, window=given, q_start=own) == want
+    assert not recwarn
+    lens = torch.tensor([4], dtype=torch.int32)
+    got = fa.attention_decode(k[:, :, :2], k, k, lens, causal=np.True_)
+    assert torch.equal(got, fa.attention_decode(k[:, :, :2], k, k, lens))

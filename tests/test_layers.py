@@ -19,12 +19,12 @@ ROOMS = [
     "state scores target operators products tiles kernels kernels.tuning "
     "kernels.hopper_config kernels.tuning_hopper kernels.tuning_parts kernels.tuning_dealt "
     "kernels.tuning_softmax kernels.tuning_decode "
-    "kernels.interpreter kernels.operands kernels.start kernels.compiling kernels.descriptors kernels.gluon_names "
-    "kernels.device",
+    "kernels.interpreter kernels.operands kernels.series kernels.start kernels.compiling kernels.descriptors "
+    "kernels.gluon_names kernels.device",
     "reference tiled tiled_backward softmax_tiled kernels.softmax_shape kernels.softmax_exchange "
     "kernels.softmax_window kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
-    "kernels.parts kernels.backward kernels.backward_mask kernels.backward_launch "
+    "kernels.parts kernels.backward_rows kernels.backward kernels.backward_mask kernels.backward_launch "
     "kernels.hopper_shape kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
@@ -67,10 +67,9 @@ NEIGHBOURS = {
     ("kernels.attention", "kernels.attention_tiles"),
     ("kernels.attention_launch", "kernels.attention"),
     ("kernels.attention_launch", "kernels.uncovered"),
-    ("kernels.backward", "kernels.attention_tiles"),
-    ("kernels.backward_mask", "kernels.attention_tiles"),
-    ("kernels.backward_mask", "kernels.backward"),
-    ("kernels.backward_launch", "kernels.backward"),
+    *((f"kernels.backward{room}", "kernels.attention_tiles") for room in ("", "_mask", "_rows")),
+    *((f"kernels.backward{room}", "kernels.backward_rows") for room in ("", "_mask", "_launch")),
+    *((f"kernels.backward{room}", "kernels.backward") for room in ("_mask", "_launch")),
     ("kernels.backward_launch", "kernels.backward_mask"),
     ("kernels.backward_launch", "kernels.parts"),
     ("kernels.backward_launch", "kernels.attention_launch"),
@@ -111,6 +110,7 @@ NEIGHBOURS = {
     ("kernels.hopper_scores", "kernels.hopper_tasks"),
     ("kernels.hopper_producer", "kernels.hopper_tasks"),
     ("kernels.operands", "state"),
+    *(("kernels.series", f"kernels.{room}") for room in ("compiling", "descriptors", "start")),
     ("kernels.start", "kernels.compiling"),
     ("kernels.start", "kernels.descriptors"),
     ("kernels.interpreter", "kernels.start"),

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn_lite.errors import show
 from flashattn_lite.kernels import decode_launch
 from flashattn_lite.kernels.attention_hopper import attention_hopper_kernel
+from flashattn_lite.kernels.compiling import Launch
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.hopper_config import HopperConfig, pieces, pieces_of_pages, pieces_of_v
 from flashattn_lite.kernels.hopper_shape import HopperTile
@@ -31,7 +32,8 @@ from flashattn_lite.kernels.operands import (
     tma_strides,
     varies,
 )
-from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on, start_all
+from flashattn_lite.kernels.series import Series
+from flashattn_lite.kernels.start import Address, Plan, Starter, counters, on
 from flashattn_lite.kernels.tuning import cdiv
 from flashattn_lite.kernels.tuning_dealt import dealt
 from flashattn_lite.kernels.tuning_decode import DecodeConfig, Splits
@@ -185,6 +187,7 @@ class Call:
         blocks = min(target.multiprocessors * config.blocks, num_tiles)
         self.start = Starter(attention_hopper_kernel, blocks, options, descriptors)
         self.uncovered = Uncovered(problem, inputs, target, follows=True) if packed else None
+        self.series = Series(self.launches)
 
     def arguments(
         self, inputs: Inputs, table: Tensor | None, out: Tensor, lse: Tensor, counter: Tensor | Address
@@ -199,15 +202,21 @@ class Call:
         on(out.device, self._launch, inputs, out, lse, table)
 
     def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
+        room = self.merge.room(out) if self.merge else None
+        self.series(*inputs, table, out, lse, room, counters.next(out.device))
+
+    def launches(self, *given: Any) -> list[Launch]:
+        """Of inputs, a table, out, lse, room for states and a counter."""
+        *tensors, table, out, lse, room, counter = given
+        inputs = Inputs(*tensors)
         # What comes behind reads lengths while this launch runs: those that must be copied are copied ahead of it.
         states, behind = (lse, lse, out), []
         if self.merge:
-            states = self.merge.states(out)
+            states = self.merge.states(room)
             behind = [(self.merge.start, self.merge.arguments(inputs, out, lse, states))]
         elif self.uncovered:
             behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
-        arguments = self.arguments(inputs, table, states[2], states[0], counters.next(out.device))
-        start_all([(self.start, arguments), *behind])
+        return [(self.start, self.arguments(inputs, table, states[2], states[0], counter)), *behind]
 
 
 def prepare(
@@ -230,7 +239,7 @@ def plan(
     call = Call(problem, inputs, out, lse, target, config, table)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     if call.merge:
-        lse, _, out = call.merge.states(out)
+        lse, _, out = call.merge.states(call.merge.room(out))
     return call.start.plan(call.arguments(inputs, table, out, lse, counter))
 
 

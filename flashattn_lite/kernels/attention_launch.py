@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_lite.kernels import uncovered
 from flashattn_lite.kernels.attention import Tile, attention_kernel
+from flashattn_lite.kernels.compiling import Launch
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import fill
 from flashattn_lite.kernels.operands import (
@@ -25,7 +26,8 @@ from flashattn_lite.kernels.operands import (
     varies,
     vectorised,
 )
-from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
+from flashattn_lite.kernels.series import Series
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of
 from flashattn_lite.kernels.tuning import TileConfig, attention_tile, cdiv, columns, products, unaligned_tile
 from flashattn_lite.kernels.uncovered import Uncovered
 from flashattn_lite.problem import AttentionProblem, Inputs, too_long
@@ -96,17 +98,21 @@ class Call:
         blocks = num_m * problem.batch * problem.heads_q
         self.start = Starter(attention_kernel, blocks, options_of(config), descriptors)
         self.uncovered = Uncovered(problem, inputs, target, follows=blocks > 0) if packed else None
+        self.series = Series(self.launches)
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         scores = score_args(self.problem, inputs)
         return (*inputs[:3], out, lse, *self.numbers, scores, self.problem.features, self.tile)
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        on(out.device, self._launch, inputs, out, lse)
+        on(out.device, self.series, *inputs, out, lse)
 
-    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+    def launches(self, *given: Any) -> list[Launch]:
+        """Of inputs, out and lse."""
+        *tensors, out, lse = given
+        inputs = Inputs(*tensors)
         behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))] if self.uncovered else []
-        start_all([(self.start, self.arguments(inputs, out, lse)), *behind])
+        return [(self.start, self.arguments(inputs, out, lse)), *behind]
 
 
 def plan(

@@ -9,14 +9,15 @@ owns rows a, b and streams all rows c, d that they meet,
 
 so every gradient is summed by one program, in one order: no atomics, the same bits whatever else is there. S and dP are
 made twice for that, seven products for five; where registers do not hold both dK and dV each has a launch, eight.
-Before, `rows_kernel` writes what P and dS need of each query row.
+Before, `backward_rows.py` writes what P and dS need of each query row.
 Bytes moved: c and d once for every tile of own rows, mostly from L2, all else once.
 
 What is not finite gets no further than it may. A query row is bad if its q, dO, lse or delta is not finite: its
 reference is NaN then, and so is all that it enters. But in the sums over c and d 0 * NaN is NaN, also where a row is
 not seen. So a program whose gradients are not all finite says so in `failed`, and a second launch, CAREFUL, makes those
 once more without the bad rows of c and d: what sees one of them is NaN, the other rows' bits are the same. (In the same
-launch that code took registers from the usual way: 140 a thread became 255, head dim 64.)
+launch that code took registers from the usual way: 140 a thread became 255, head dim 64. As many programs as the usual
+launch has, each with a look at its own rows, took 2 to 7 us to find nothing.)
 Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2.
 """
 
@@ -32,26 +33,19 @@ from flashattn_lite.kernels.attention_tiles import (
     factor,
     foremost,
     load_factor,
-    load_tile,
     mask_of,
     mask_tile,
-    masked_scores,
     plus_product,
-    scores,
     sequence,
     times,
     transposed,
     without,
 )
+from flashattn_lite.kernels.backward_rows import not_finite
 from flashattn_lite.kernels.device.bounds import visited_start, visited_tiles
-from flashattn_lite.kernels.device.scores import add_mask, row_maximum, scaled, visible
-from flashattn_lite.kernels.device.state import EMPTY_L, EMPTY_M, LN2, LOG2E, merge, reference, single, update_to
+from flashattn_lite.kernels.device.scores import add_mask, scaled, visible
+from flashattn_lite.kernels.device.state import LN2, LOG2E
 from flashattn_lite.problem import Features
-
-# Of |lse| in log2 units, where float32 rounds it so that P is off by 1e-5, relative, and by 2e-4, which 16 bits hide.
-COARSE: tl.constexpr = tl.constexpr(256.0)
-COARSE_16: tl.constexpr = tl.constexpr(4096.0)
-ALMOST_0: tl.constexpr = tl.constexpr(2.0**-100)  # log2 l of such a row where l is 1: taken off a number, it is nothing
 
 
 @dataclass(frozen=True)
@@ -68,100 +62,6 @@ class BackwardTile(Shape):
     def HEADS(self) -> int:
         """Heads whose rows it streams."""
         return self.GROUP if self.KEYS else 1
-
-
-@triton.jit
-def not_finite(x):
-    """[R] int32: rows of x [R, D] with an infinity or NaN."""
-    return (tl.sum(x.to(tl.float32) * 0.0, 1) != 0.0).to(tl.int32)
-
-
-@triton.jit
-def counted_anew(m_i, log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q, len_k, diag_lo, diag_hi, args,
-                 F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """(m_i, log2 l, which rows) anew where lse, a float32, says m + log2 l less well than P needs it; else as given.
-
-    A float mask, or large scores, can hide log2 l altogether: of -1e9, what is left of it is a multiple of 64. Scores
-    are rounded as `weights_of` rounds them, which knows such rows by a log2 l that is not 0.
-    """
-    limit = COARSE
-    if F.mask != "float" and k_src[0].dtype.element_ty.primitive_bitwidth == 16:
-        limit = COARSE_16
-    coarse = (tl.abs(m_i) > limit) & (m_i < float("inf")) & (offs_m < len_q)
-    if tl.max(coarse.to(tl.int32), 0) > 0:
-        row_hi = tl.minimum(row_lo + T.BLOCK_M, len_q)
-        visit = visited_tiles(row_lo, row_hi, len_k, diag_lo, diag_hi, T.BLOCK_N, F)
-        m_new = tl.full([T.BLOCK_M], EMPTY_M, tl.float32)
-        l_new = tl.full([T.BLOCK_M], EMPTY_L, tl.float32)
-        for i in tl.range(0, visit[0], num_stages=1):
-            start_n = visit[3] + i * T.BLOCK_N  # in any order
-            k = load_tile(k_src, start_n, len_k, T.BLOCK_N, T.HEAD_DIM, T.BLOCK_D, False, True)
-            s, scale = scores(factor(q, T), k, True, args, F, T)  # [M, N]
-            offs_n = start_n + tl.arange(0, T.BLOCK_N)
-            s, scale = masked_scores(s, scale, offs_m, offs_n, mask_ptr, len_q, len_k, diag_lo, diag_hi, args, True, F,
-                                     T)  # fmt: skip
-            s, scale = s * scale, 1.0  # an fma would take a rounded m off: past 2^31 that is 2^128 too much or little
-            m_new, l_new, _, _ = update_to(m_new, l_new, tl.maximum(m_new, row_maximum(s, scale, F)), s, scale)
-        if F.sinks:
-            sink, sink_l = single(sink)
-            m_new, l_new, _, _ = merge(m_new, l_new, sink, sink_l)
-        m_i = tl.where(coarse, reference(m_new), m_i)
-        log_l = tl.where(coarse, tl.log2(l_new), log_l)
-        log_l = tl.where(coarse & (log_l == 0.0), ALMOST_0, log_l)
-    return m_i, log_l, coarse
-
-
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
-def rows_kernel(q_ptr, k_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, m_ptr, exact_ptr, log_l_ptr, delta_ptr,
-                d_sink_ptr, q_strides, k_strides, o_strides, d_out_strides, stride_lb, stride_lh, num_m, rows_q, rows_k,
-                diag_lo, diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """What P and dS need of each query row; a program owns BLOCK_M rows of a head.
-
-    m_i, the reference of P in log2 units, and delta; log2 l with a float mask, else it is part of m_i; with sinks what
-    the row adds to their gradient. Where log2 l is lost in m_i, that is NaN, and the CAREFUL launch gets both apart.
-    """
-    pid = tl.program_id(0)
-    h, b = pid // num_m % heads, pid // num_m // heads
-    batch, start_q, len_q, start_k, _, len_k, diag_lo, diag_hi = sequence(b, rows_q, rows_k, diag_lo, diag_hi, args, F)
-    row_lo = pid % num_m * T.BLOCK_M
-    if row_lo >= len_q:
-        return
-    offs_m = row_lo + tl.arange(0, T.BLOCK_M)
-    exists = offs_m < len_q
-    q = load_tile((q_ptr, batch, h, start_q, q_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True)
-    out = load_tile((out_ptr, batch, h, start_q, o_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, False,
-                    True)  # fmt: skip
-    d_out = load_tile((d_out_ptr, batch, h, start_q, d_out_strides), row_lo, len_q, T.BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
-                      False, True)  # fmt: skip
-    at = batch.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + start_q + offs_m
-    delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
-    delta -= tl.load(d_lse_ptr + at, mask=exists, other=0.0)
-    m_i = tl.load(lse_ptr + at, mask=exists, other=0.0) * LOG2E
-    blind = m_i == EMPTY_M
-    bad = (not_finite(q) | not_finite(d_out)) != 0
-    bad |= ((tl.abs(m_i) < float("inf")) | blind) == 0
-    bad |= (tl.abs(delta) < float("inf")) == 0
-    m_i = tl.where(blind, float("inf"), m_i)  # P is 0 whatever the scores
-
-    log_l = tl.zeros_like(m_i)
-    sink = tl.zeros_like(m_i)
-    if F.sinks:
-        sink += tl.load(args.sinks_ptr + h).to(tl.float32) * LOG2E
-    mask_ptr = args.mask_ptr
-    if F.mask != "":
-        mask_ptr = mask_of(b, h, args)
-    k_src = (k_ptr, batch, h // T.GROUP, start_k, k_strides)
-    m_new, log_l, coarse = counted_anew(tl.where(bad, 0.0, m_i), log_l, q, k_src, mask_ptr, sink, offs_m, row_lo, len_q,
-                                        len_k, diag_lo, diag_hi, args, F, T)  # fmt: skip
-    m_i = tl.where(bad, m_i, m_new)
-    tl.store(log_l_ptr + at, log_l, mask=exists)
-    if F.sinks:  # one more key of value 0, whose dS is -p * delta
-        tl.store(d_sink_ptr + at, -tl.exp2(sink - m_i - log_l) * delta, mask=exists)
-    m_i = tl.where(bad, float("nan"), m_i)
-    tl.store(exact_ptr + at, m_i, mask=exists)
-    if F.mask != "float":
-        tl.store(m_ptr + at, tl.where(coarse, float("nan"), m_i), mask=exists)
-    tl.store(delta_ptr + at, delta, mask=exists)
 
 
 @triton.jit
@@ -306,17 +206,16 @@ def leave(g, poisoned, g_ptr, place, strides, offs_m, len_m, room, DIM: tl.const
     tl.store(ptrs, g.to(g_ptr.dtype.element_ty), mask=(offs_m < room)[:, None] & (offs_d < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "num_m", "rows_q", "rows_k", "diag_lo", "diag_hi", "heads"])
-def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
-                    b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, num_m, rows_q,
-                    rows_k, diag_lo, diag_hi, heads, args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0)
-    block_m = pid % num_m
-    if T.SEEN.right:  # who sees most goes first
-        block_m = num_m - 1 - block_m
-    h, entry = pid // num_m % heads, pid // num_m // heads  # own head
-    batch, start_q, len_q, start_k, room, len_k, diag_lo, diag_hi = sequence(entry, rows_q, rows_k, diag_lo, diag_hi,
-                                                                             args, F)  # fmt: skip
+@triton.jit
+def own_tile(tile, a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides, b_strides,
+             c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, row_lo, of_sequence, num_m, heads,
+             args, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Makes and leaves the gradients of a tile's own rows, from row_lo on; [M] those that are not finite.
+
+    of_sequence: as `sequence` has it, of the tile's entry.
+    """
+    batch, start_q, len_q, start_k, room, len_k, diag_lo, diag_hi = of_sequence
+    h, entry = tile // num_m % heads, tile // num_m // heads  # own head
     if T.KEYS:
         start_m, len_m, start_n, len_n, first = start_k, len_k, start_q, len_q, h * T.GROUP
         diag_lo, diag_hi = -diag_hi, -diag_lo
@@ -324,13 +223,7 @@ def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     else:
         start_m, len_m, room, start_n, len_n, first = start_q, len_q, len_q, start_k, len_k, h // T.GROUP
         query_head = h
-    row_lo = block_m * T.BLOCK_M
-    if row_lo >= room:
-        return
     offs_m = row_lo + tl.arange(0, T.BLOCK_M)
-    failed_ptrs = failed_ptr + pid.to(tl.int64) * T.BLOCK_M + tl.arange(0, T.BLOCK_M)
-    if T.CAREFUL and tl.max(tl.load(failed_ptrs, mask=offs_m < len_m, other=0), 0) == 0:
-        return
     a = load_factor((a_src, batch, h, start_m, a_strides), row_lo, len_m, T.BLOCK_M, T.HEAD_DIM, T.BLOCK_D, False, True,
                     T)  # fmt: skip
     own = (a, 0)
@@ -362,5 +255,47 @@ def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, failed_ptr, m_pt
     if T.MAKES_B:
         bad |= not_finite(gb)
         leave(gb, poisoned, gb_ptr, to, gb_strides, offs_m, len_m, room, T.HEAD_DIM_V, T.BLOCK_DV, T.CAREFUL)
-    if not T.CAREFUL:
-        tl.store(failed_ptrs, bad)
+    return bad
+
+
+@triton.jit
+def first_row(tile, num_m, T: tl.constexpr):
+    """Of a tile's own rows; who sees most goes first."""
+    block_m = tile % num_m
+    if T.SEEN.right:
+        block_m = num_m - 1 - block_m
+    return block_m * T.BLOCK_M
+
+
+@triton.jit(do_not_specialize=["any_ptr", "stride_lb", "stride_lh", "num_m", "tiles", "rows_q", "rows_k", "diag_lo",
+                               "diag_hi", "heads"])  # fmt: skip
+def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, any_ptr, failed_ptr, m_ptr, log_l_ptr, delta_ptr,
+                    a_strides, b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, num_m,
+                    tiles, rows_q, rows_k, diag_lo, diag_hi, heads, args, F: tl.constexpr,
+                    T: tl.constexpr):  # fmt: skip
+    """A program makes one tile; with care, where `any` is no longer 0, what failed among the tiles in its turn."""
+    offs = tl.arange(0, T.BLOCK_M)
+    if T.CAREFUL:
+        if tl.load(any_ptr) != 0:
+            for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+                tile = tl.cast(i, tl.int32)  # the interpreter has Python's int
+                of_sequence = sequence(tile // num_m // heads, rows_q, rows_k, diag_lo, diag_hi, args, F)
+                row_lo = first_row(tile, num_m, T)
+                SEEN_BY: tl.constexpr = 5 if T.KEYS else 2
+                failed_ptrs = failed_ptr + tile.to(tl.int64) * T.BLOCK_M + offs
+                if tl.max(tl.load(failed_ptrs, mask=row_lo + offs < of_sequence[SEEN_BY], other=0), 0) != 0:
+                    own_tile(tile, a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
+                             b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, row_lo,
+                             of_sequence, num_m, heads, args, F, T)  # fmt: skip
+    else:
+        tile = tl.program_id(0)
+        of_sequence = sequence(tile // num_m // heads, rows_q, rows_k, diag_lo, diag_hi, args, F)
+        row_lo = first_row(tile, num_m, T)
+        ROOM: tl.constexpr = 4 if T.KEYS else 2
+        if row_lo >= of_sequence[ROOM]:
+            return
+        bad = own_tile(tile, a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
+                       b_strides, c_strides, d_strides, ga_strides, gb_strides, stride_lb, stride_lh, row_lo,
+                       of_sequence, num_m, heads, args, F, T)  # fmt: skip
+        tl.store(failed_ptr + tile.to(tl.int64) * T.BLOCK_M + offs, bad)
+        tl.store(any_ptr + offs * 0, 1, mask=bad != 0)

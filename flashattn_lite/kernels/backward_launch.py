@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_of, tile_of
-from flashattn_lite.kernels.backward import BackwardTile, backward_kernel, rows_kernel
+from flashattn_lite.kernels.backward import BackwardTile, backward_kernel
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
-from flashattn_lite.kernels.compiling import Launch, compile_together
+from flashattn_lite.kernels.backward_rows import rows_kernel
+from flashattn_lite.kernels.compiling import Launch
 from flashattn_lite.kernels.descriptors import Descriptors
 from flashattn_lite.kernels.interpreter import interpret, widened
 from flashattn_lite.kernels.operands import ScoreArgs, score_args, strides, takes_tma, vectorised
 from flashattn_lite.kernels.parts import Parts
-from flashattn_lite.kernels.start import Starter, on, options_of
+from flashattn_lite.kernels.series import Series
+from flashattn_lite.kernels.start import Starter, counters, on, options_of
 from flashattn_lite.kernels.tuning import (
     BACKWARD_ROWS,
     backward_tile,
@@ -28,8 +31,10 @@ from flashattn_lite.kernels.tuning import (
     mask_gradient_tile,
     products,
 )
-from flashattn_lite.problem import AttentionProblem, Gradients, Grads, Inputs
+from flashattn_lite.problem import AttentionProblem, Features, Gradients, Grads, Inputs
 from flashattn_lite.target import Target
+
+AGAIN = 4  # programs a multiprocessor that make again what failed: mostly nothing
 
 Read = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, dO
 Pair = tuple[Tensor, Tensor]
@@ -71,7 +76,7 @@ def gradients_interpreted(
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
 ) -> Grads:
     """The gradients through Triton's interpreter."""
     given = inputs
@@ -79,36 +84,43 @@ def gradients_interpreted(
         problem, inputs = widened(problem, inputs)
         out, d_out = out.float(), d_out.float()
     call = Call(problem, inputs, d_out, needs, target)
-    grads, rows = call.allocate(inputs, lse)
-    interpret(start.plan(args) for start, args in call.launches(inputs, out, lse, d_out, d_lse, grads, rows))
-    done = call.wanted(inputs, grads, rows)
+    grads, rooms = call.allocate(inputs, lse)
+    interpret(start.plan(args) for start, args in call.launches(inputs, out, lse, d_out, d_lse, grads, rooms))
+    done = call.wanted(inputs, grads, rooms)
     dq, dk, dv, d_mask, d_sinks = (g if g is None else g.to(x.dtype) for g, x in zip(done, given, strict=False))
     return dq, dk, dv, d_mask, d_sinks
 
 
 class Rows:
-    """What rows_kernel leaves of each query row, float32 in the shape of lse."""
+    """What rows_kernel leaves of each query row, float32 in the shape of lse: the parts of one tensor."""
 
-    def __init__(self, problem: AttentionProblem, lse: Tensor) -> None:
-        features = problem.features
-        make = lambda: torch.empty_like(lse, memory_format=torch.contiguous_format)
-        self.m, self.log_l, self.delta = make(), make(), make()
-        # What the launch with care takes for m: the same where log2 l is apart in both.
-        self.exact = self.m if features.mask == "float" else make()
+    def __init__(self, features: Features, room: Tensor) -> None:
+        references = self.references(features)
+        parts = room.unbind()
+        self.m, self.exact = parts[0], parts[references - 1]
+        self.log_l, self.delta = parts[references : references + 2]
+        self.d_sink = parts[-1] if features.sinks else self.m  # where nobody asks for it, another's
+
+    @staticmethod
+    def references(features: Features) -> int:
+        """How many m: that of the launch with care is the same where log2 l is apart in both."""
+        return 1 if features.mask == "float" else 2
+
+    @classmethod
+    def room(cls, features: Features, lse: Tensor) -> Tensor:
+        references = cls.references(features)
+        room = lse.new_empty((references + (3 if features.sinks else 2), *lse.shape))
         if features.varlen:  # rows that no program comes to, past the longest sequence that was promised, add nothing
-            self.m.fill_(torch.inf)
-            self.exact.fill_(torch.inf)
-            self.log_l.zero_()
-            self.delta.zero_()
-        # Where nobody asks for it, another's.
-        self.d_sink = torch.zeros_like(self.m) if features.sinks else self.m  # rows that no sequence covers add nothing
-        self.strides = (0, lse.shape[1]) if features.varlen else (lse.shape[1] * lse.shape[2], lse.shape[2])
+            room[:references].fill_(torch.inf)
+            room[references:].zero_()
+        return room
 
 
 class Side:
     """The launches for the rows that programs own, queries or keys: the usual one, and the one with care.
 
-    makes: which of the gradients of the own pair. parts: of what is read, where that is multiplied in parts.
+    makes: which of the gradients of the own pair. parts: of what is read, where that is multiplied in parts. of_rows:
+    (batch, head) strides of what rows_kernel leaves.
     """
 
     def __init__(
@@ -120,11 +132,12 @@ class Side:
         parts: Sequence[Parts],
         mask: Tensor | None,
         target: Target,
+        of_rows: tuple[int, int],
+        lengths: tuple[int, ...],
     ) -> None:
         self.keys, self.features = keys, problem.features
         packed = self.features.varlen
         own, streamed = self.pairs(read)
-        self.steps = [strides(x, packed) for x in (*own, *streamed)]
         tma = bool(parts) or (has_tma(target) and all(map(takes_tma, streamed)))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
@@ -137,8 +150,18 @@ class Side:
             **shape_of(problem, mask, target, config),
         )
         heads, length = (problem.heads_kv, problem.len_k) if keys else (problem.heads_q, problem.len_q)
-        self.num_m, self.heads = cdiv(length, config.block_m), heads
-        self.blocks = self.num_m * heads * problem.batch
+        num_m = cdiv(length, config.block_m)
+        tiles = num_m * heads * problem.batch
+        self.owned = tiles * config.block_m  # rows of all of them
+        grads = (torch.empty_like(x, device="meta") for x in own)
+        self.numbers = (
+            *(strides(x, packed) for x in (*own, *streamed, *grads)),
+            *of_rows,
+            num_m,
+            tiles,
+            *lengths,
+            heads,
+        )
         widths = (self.tile.BLOCK_D, self.tile.BLOCK_DV)
         descriptors = None
         if parts:
@@ -149,8 +172,9 @@ class Side:
             blocks = [[config.block_n, width] for width in widths]
             make = functools.partial(descriptor, packed=packed)
             descriptors = Descriptors(*map(make, streamed, blocks), first=2)
-        start = functools.partial(Starter, backward_kernel, self.blocks, options_of(config), descriptors)
-        self.starts = [(start(), replace(self.tile, CAREFUL=careful)) for careful in (False, True)]
+        few = min(tiles, AGAIN * target.multiprocessors)
+        make = lambda programs: Starter(backward_kernel, programs, options_of(config), descriptors)
+        self.starts = [(make(tiles), self.tile), (make(few), replace(self.tile, CAREFUL=True))]
 
     def pairs(self, read: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Of q, k, v, dO the own pair and the streamed one."""
@@ -158,17 +182,17 @@ class Side:
         return ((k, v), (q, d_out)) if self.keys else ((q, d_out), (k, v))
 
     def launches(
-        self, read: Sequence[Tensor], grads: Pair, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
+        self, read: Sequence[Tensor], grads: Pair, any_failed: Any, failed: Tensor, rows: Rows, scores: ScoreArgs
     ) -> Launches:
-        """With their arguments. read: or the parts of it; grads: of own rows; any tensor where it makes none."""
+        """With their arguments. read: or the parts of it; grads: of own rows; any tensor where it makes none.
+
+        any_failed: a zero; failed: room for a word of each row.
+        """
         own, streamed = self.pairs(read)
-        failed = torch.empty(self.blocks * self.tile.BLOCK_M, dtype=torch.int32, device=own[0].device)
-        steps = (*self.steps, *(strides(x, self.features.varlen) for x in grads))
-        steps = (*steps, *rows.strides, self.num_m, *lengths, self.heads)
         for start, tile in self.starts:
-            m = rows.exact if tile.CAREFUL else rows.m
-            numbers = (failed, m, rows.log_l, rows.delta, *steps)
-            yield start, (*own, *streamed, *grads, *numbers, scores, self.features, tile)
+            of_rows = (rows.exact if tile.CAREFUL else rows.m, rows.log_l, rows.delta)
+            written = (*grads, any_failed, failed, *of_rows)
+            yield start, (*own, *streamed, *written, *self.numbers, scores, self.features, tile)
 
 
 class MaskSide:
@@ -181,8 +205,9 @@ class MaskSide:
         parts: Sequence[Parts],
         mask: Tensor,
         target: Target,
+        of_rows: tuple[int, int],
+        lengths: tuple[int, ...],
     ) -> None:
-        self.steps = [x.stride() for x in read]
         tma = bool(parts) or (has_tma(target) and all(map(takes_tma, read)))
         config = mask_gradient_tile(problem, target, tma or all(map(vectorised, read)), mask.element_size())
         entries, heads, rows, keys = shape = (*(1,) * (4 - mask.dim()), *mask.shape)
@@ -193,30 +218,27 @@ class MaskSide:
             **shape_of(problem, mask, target, config),
         )
         row_tiles = cdiv(problem.len_q, config.block_m)
-        self.num_m, self.num_n = 1 if rows == 1 else row_tiles, cdiv(keys, config.block_n)
-        self.heads, self.shape = heads, shape
-        self.sums = tuple(
+        tiles = 1 if rows == 1 else row_tiles, cdiv(keys, config.block_n)
+        sums = (
             whole if part == 1 else 1
             for whole, part in ((problem.batch, entries), (problem.heads_q, heads), (row_tiles, rows))
         )
+        of_mask = torch.empty_like(mask, device="meta").view(shape)
+        steps = (x.stride() for x in (*read, of_mask))
+        self.shape, self.numbers = shape, (*steps, *of_rows, *tiles, *lengths, heads, *sums)
         descriptors = None
         if tma:
             of_qk, of_v = self.tile.BLOCK_D, self.tile.BLOCK_DV
             blocks = ([config.block_m, of_qk], [config.block_n, of_qk], [config.block_n, of_v], [config.block_m, of_v])
             make = Parts.descriptor if parts else functools.partial(descriptor, packed=False)
             descriptors = Descriptors(*map(make, parts or read, blocks))
-        programs = self.num_m * self.num_n * heads * entries
+        programs = math.prod(tiles) * heads * entries
         self.start = Starter(mask_kernel, programs, options_of(config), descriptors)
 
-    def launches(
-        self, read: Sequence[Tensor], d_mask: Tensor, rows: Rows, lengths: tuple[int, ...], scores: ScoreArgs
-    ) -> Launches:
+    def launches(self, read: Sequence[Tensor], d_mask: Tensor, rows: Rows, scores: ScoreArgs) -> Launches:
         """With its arguments. read: or the parts of it."""
-        of_mask = d_mask.view(self.shape)
-        steps = (*self.steps, of_mask.stride())
-        args = (*read, of_mask, rows.m, rows.log_l, rows.delta, *steps, *rows.strides)
-        args += (self.num_m, self.num_n, *lengths, self.heads, *self.sums, scores)
-        yield self.start, (*args, self.tile.SEEN, self.tile)
+        of_rows = (rows.m, rows.log_l, rows.delta)
+        yield self.start, (*read, d_mask.view(self.shape), *of_rows, *self.numbers, scores, self.tile.SEEN, self.tile)
 
 
 class Call:
@@ -225,30 +247,41 @@ class Call:
     def __init__(
         self, problem: AttentionProblem, inputs: Inputs, d_out: Tensor, needs: Sequence[bool], target: Target
     ) -> None:
-        self.problem, self.needs, self.compiled = problem, tuple(needs), False
+        self.problem, self.needs = problem, tuple(needs)
         q, k = inputs.q, inputs.k
         rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.features.varlen else (problem.len_q, problem.len_k)
-        self.lengths = (rows_q, rows_k, problem.diag_lo, problem.diag_hi)
+        packed = problem.features.varlen
+        of_rows = (0, rows_q) if packed else (problem.heads_q * problem.len_q, problem.len_q)
+        lengths = (rows_q, rows_k, problem.diag_lo, problem.diag_hi)
         self.tile = tile_of(problem, inputs, target, BACKWARD_ROWS, tma=False)
-        self.num_m = cdiv(problem.len_q, BACKWARD_ROWS.block_m)
-        blocks = self.num_m * problem.heads_q * problem.batch
+        num_m = cdiv(problem.len_q, BACKWARD_ROWS.block_m)
+        blocks = num_m * problem.heads_q * problem.batch
+        self.numbers = (*of_rows, num_m, *lengths, problem.heads_q)
         self.start = Starter(rows_kernel, blocks, options_of(BACKWARD_ROWS))
         read = (*inputs[:3], d_out)
         self.parts: list[Parts] = []
         if products(problem, target) == "parts":
-            self.parts = [Parts(x, problem.features.varlen) for x in read]
+            self.parts = [Parts(x, packed) for x in read]
         asked = [(False, (True, False))] if needs[0] else []
         asked += [(True, makes) for makes in key_launches(problem, needs[1], needs[2])]
-        self.sides = [Side(problem, keys, makes, read, self.parts, inputs.mask, target) for keys, makes in asked]
+        common = (read, self.parts, inputs.mask, target, of_rows, lengths)
+        self.sides = [Side(problem, keys, makes, *common) for keys, makes in asked]
         self.mask_side = None
         if needs[3] and inputs.mask is not None:
-            self.mask_side = MaskSide(problem, read, self.parts, inputs.mask, target)
+            self.mask_side = MaskSide(problem, read, self.parts, inputs.mask, target, of_rows, lengths)
+        self.series = Series(self._series)
 
-    def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[list[Tensor | None], Rows]:
-        """Gradients of q, k, v and mask to be filled, and what the launches say to each other."""
+    def allocate(self, inputs: Inputs, lse: Tensor) -> tuple[list[Tensor | None], list[Any]]:
+        """Gradients of q, k, v and mask to be filled, and room for what the launches say to each other.
+
+        lse's device is the current one.
+        """
         make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
         grads = [make(x) if need and x is not None else None for x, need in zip(inputs[:4], self.needs, strict=False)]
-        return grads, Rows(self.problem, lse)
+        failed = lse.new_empty(sum(side.owned for side in self.sides), dtype=torch.int32)
+        zeros = [counters.next(lse.device) if lse.is_cuda else failed.new_zeros(1) for _ in self.sides]
+        rows = Rows.room(self.problem.features, lse)
+        return grads, [rows, failed, *zeros, *(parts.empty() for parts in self.parts)]
 
     def launches(
         self,
@@ -256,44 +289,49 @@ class Call:
         out: Tensor,
         lse: Tensor,
         d_out: Tensor,
-        d_lse: Tensor,
-        grads: list[Tensor | None],
-        rows: Rows,
+        d_lse: Tensor | None,
+        grads: Sequence[Tensor | None],
+        rooms: Sequence[Any],
     ) -> Launches:
-        """In their order, with their arguments."""
+        """In their order, with their arguments; grads and rooms as they were allocated."""
         problem, scores = self.problem, score_args(self.problem, inputs)
+        of_rows, failed, *others = rooms
+        zeros, of_parts = others[: len(self.sides)], others[len(self.sides) :]
+        rows = Rows(problem.features, of_rows)
         q, k, v = inputs[:3]
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
-        of_rows = (rows.m, rows.exact, rows.log_l, rows.delta, rows.d_sink)
-        args = (q, k, out, d_out, lse, d_lse, *of_rows, *steps, *rows.strides)
-        yield self.start, (*args, self.num_m, *self.lengths, problem.heads_q, scores, problem.features, self.tile)
+        written = (rows.m, rows.exact, rows.log_l, rows.delta, rows.d_sink)
+        args = (q, k, out, d_out, lse, d_lse, *written, *steps, *self.numbers)
+        yield self.start, (*args, scores, problem.features, self.tile)
         dq, dk, dv = (x if grad is None else grad for x, grad in zip((q, k, v), grads, strict=False))
         read = [q, k, v, d_out]
-        for i, parts in enumerate(self.parts):
-            whole, read[i] = read[i], parts.empty()
-            yield parts.start, parts.arguments(whole, read[i])
-        for side in self.sides:
-            yield from side.launches(read, (dk, dv) if side.keys else (dq, dq), rows, self.lengths, scores)
+        for i, (parts, room) in enumerate(zip(self.parts, of_parts, strict=True)):
+            whole, read[i] = read[i], room
+            yield parts.start, parts.arguments(whole, room)
+        of_sides = failed.split([side.owned for side in self.sides])
+        for side, zero, own in zip(self.sides, zeros, of_sides, strict=True):
+            yield from side.launches(read, (dk, dv) if side.keys else (dq, dq), zero, own, rows, scores)
         if self.mask_side and (d_mask := grads[3]) is not None:
-            yield from self.mask_side.launches(read, d_mask, rows, self.lengths, scores)
+            yield from self.mask_side.launches(read, d_mask, rows, scores)
 
-    def wanted(self, inputs: Inputs, grads: list[Tensor | None], rows: Rows) -> Grads:
+    def wanted(self, inputs: Inputs, grads: Sequence[Tensor | None], rooms: Sequence[Any]) -> Grads:
         """What was asked for, with filled gradients of q, k, v and mask."""
         dq, dk, dv, d_mask = grads
         d_sinks = None
         if inputs.sinks is not None and self.needs[4]:
-            d_sinks = rows.d_sink.sum(1 if self.problem.features.varlen else (0, 2)).to(inputs.sinks.dtype)
+            d_sink = Rows(self.problem.features, rooms[0]).d_sink
+            d_sinks = d_sink.sum(1 if self.problem.features.varlen else (0, 2)).to(inputs.sinks.dtype)
         return dq, dk, dv, d_mask, d_sinks
 
-    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Grads:
-        grads, rows = self.allocate(inputs, lse)
-        on(lse.device, self._launch, inputs, out, lse, d_out, d_lse, grads, rows)
-        return self.wanted(inputs, grads, rows)
+    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Grads:
+        return on(lse.device, self._launch, inputs, out, lse, d_out, d_lse)
 
-    def _launch(self, *tensors: Any) -> None:
-        if not self.compiled:
-            compile_together(self.launches(*tensors))
-            self.compiled = True
-        for start, args in self.launches(*tensors):
-            if start.grid[0]:
-                start(args)
+    def _launch(self, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Grads:
+        grads, rooms = self.allocate(inputs, lse)
+        self.series(*inputs, out, lse, d_out, d_lse, *grads, *rooms)
+        return self.wanted(inputs, grads, rooms)
+
+    def _series(self, *given: Any) -> list[Launch]:
+        tensors = len(Inputs._fields)
+        inputs, results, rest = Inputs(*given[:tensors]), given[tensors : tensors + 4], given[tensors + 4 :]
+        return list(self.launches(inputs, *results, rest[:4], rest[4:]))

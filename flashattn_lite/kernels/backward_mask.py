@@ -1,4 +1,4 @@
-"""The gradient of a float mask in Triton: the kernel; `backward_launch.py` starts it behind `backward.rows_kernel`.
+"""The gradient of a float mask in Triton: the kernel; `backward_launch.py` starts it behind `rows_kernel`.
 
 An element of a mask is added to the scores of all pairs that it is broadcast to, so its gradient is the sum of their
 dS = P * (dP - delta). A program owns a tile of the mask and makes S and dP of every pair that meets it, two products:
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from flashattn_lite.kernels.attention_tiles import Shape, foremost, load_factor, mask_of, sequence, times, transposed
-from flashattn_lite.kernels.backward import not_finite, numbers_of, weights_of
+from flashattn_lite.kernels.backward import numbers_of, weights_of
+from flashattn_lite.kernels.backward_rows import not_finite
 from flashattn_lite.problem import Features
 
 

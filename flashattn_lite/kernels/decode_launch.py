@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.kernels import attention_launch
+from flashattn_lite.kernels.compiling import Launch
 from flashattn_lite.kernels.decode import partial_kernel
 from flashattn_lite.kernels.decode_splits import DecodeTile
 from flashattn_lite.kernels.interpreter import fill
@@ -27,7 +28,8 @@ from flashattn_lite.kernels.operands import (
     strides,
     vectorised,
 )
-from flashattn_lite.kernels.start import Plan, Starter, on, options_of, start_all
+from flashattn_lite.kernels.series import Series
+from flashattn_lite.kernels.start import Plan, Starter, on, options_of
 from flashattn_lite.kernels.tuning import cdiv, padded
 from flashattn_lite.kernels.tuning_decode import (
     FEW_ROWS,
@@ -175,26 +177,32 @@ class Call:
         self.uncovered = Uncovered(problem, inputs, target, follows=heads > 0) if packed else None
         if self.uncovered:
             self.starters.append(self.uncovered.start)
+        self.series = Series(self.launches)
 
-    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None) -> tuple[tuple[Any, ...], ...]:
-        """Of the launches, in their order."""
+    def launches(self, *given: Any) -> list[Launch]:
+        """Of inputs, out, lse, a table and room for states."""
+        *tensors, out, lse, table, room = given
+        inputs = Inputs(*tensors)
         table = None if table is None else in_rows(table)
         mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
         read = (*inputs[:3], table, contiguous(inputs.kv_lens), mask, *packing(inputs))
         behind = (self.uncovered.arguments(inputs, out, lse),) if self.uncovered else ()
         if self.merge is None:
             written = (None, None, None, out, lse, contiguous(inputs.sinks))
-            return (*read, *written, *self.partial_numbers), *behind
-        states = self.merge.states(inputs.q)
-        partial = (*read, *states, None, None, None, *self.partial_numbers)
-        return partial, self.merge.arguments(inputs, out, lse, states), *behind
+            arguments = ((*read, *written, *self.partial_numbers), *behind)
+        else:
+            states = self.merge.states(room)
+            partial = (*read, *states, None, None, None, *self.partial_numbers)
+            arguments = (partial, self.merge.arguments(inputs, out, lse, states), *behind)
+        return list(zip(self.starters, arguments, strict=True))
+
+    def given(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None) -> tuple[Any, ...]:
+        """What the launches are of."""
+        return *inputs, out, lse, table, self.merge.room(out) if self.merge else None
 
     def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
         if out.numel():
-            on(out.device, self._launch, self.arguments(inputs, out, lse, table))
-
-    def _launch(self, arguments: tuple[tuple[Any, ...], ...]) -> None:
-        start_all(list(zip(self.starters, arguments, strict=True)))
+            on(out.device, self.series, *self.given(inputs, out, lse, table))
 
 
 def may_own_pairs(
@@ -222,8 +230,7 @@ def plan(
 ) -> tuple[Plan, ...]:
     """The launches, to look at or to compile."""
     call = Call(problem, inputs, out, lse, target, config, table)
-    arguments = call.arguments(inputs, out, lse, table)
-    return tuple(start.plan(args) for start, args in zip(call.starters, arguments, strict=True))
+    return tuple(start.plan(args) for start, args in call.launches(*call.given(inputs, out, lse, table)))
 
 
 Owner = tuple[int, int]  # splits of one program, and of one state

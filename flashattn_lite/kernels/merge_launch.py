@@ -64,11 +64,14 @@ class Merge:
             options["launch_pdl"] = True
         self.start = Starter(merge_kernel, programs, options)
 
-    def states(self, like: Tensor) -> States:
-        """Room for the states, on the device of `like`. acc stands for all of it, being the first there."""
+    def room(self, like: Tensor) -> Tensor:
+        """For the states, on the device of `like`."""
+        return like.new_empty(sum(self.state_sizes), dtype=torch.float32)
+
+    def states(self, room: Tensor) -> States:
+        """acc stands for all of the room, being the first there."""
         of_acc, of_m, of_l = self.state_sizes
-        acc = like.new_empty(of_acc + of_m + of_l, dtype=torch.float32)
-        return acc.narrow(0, of_acc, of_m), acc.narrow(0, of_acc + of_m, of_l), acc
+        return room.narrow(0, of_acc, of_m), room.narrow(0, of_acc + of_m, of_l), room
 
     def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
         lengths = contiguous(inputs.kv_lens), *packing(inputs)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from triton import knobs
 
 from flashattn_lite.kernels.compiling import Launch, compile_together
 from flashattn_lite.kernels.descriptors import Descriptors, Launcher, addressed, found
+
+T = TypeVar("T")
 
 POOL = 1 << 14  # counters zeroed at a time: 64 KiB
 # Every kernel asks for the fma that it means: one of s * scale - m behind our back would make p of the largest score
@@ -92,13 +94,12 @@ def options_of(config: Any) -> dict[str, Any]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def on(device: torch.device, launch: Callable[..., None], *args: Any) -> None:
+def on(device: torch.device, launch: Callable[..., T], *args: Any) -> T:
     """launch(*args) while that GPU is the current one, which decides about streams, captures and kernels."""
     if torch.cuda.current_device() == device.index:
-        launch(*args)
-    else:
-        with torch.cuda.device(device):
-            launch(*args)
+        return launch(*args)
+    with torch.cuda.device(device):
+        return launch(*args)
 
 
 def without_hooks(compiled: Any) -> tuple[Any, ...]:

@@ -96,6 +96,7 @@ def driver(monkeypatch, maps):
     monkeypatch.setattr(series, "current_stream", {3: STREAM}.__getitem__)
     monkeypatch.setattr(series, "lies_in", lambda *_: True)
     monkeypatch.setattr(series, "start_all", maps.start_all)
+    monkeypatch.setattr(series, "WORTH", 1)
     return driver
 
 
@@ -120,6 +121,14 @@ def test_what_the_driver_reads(driver, maps):
                                (FUNCTION, (9, 1, 1, 256, 1, 1, 4096), STREAM, True, want)]  # fmt: skip
         driver.seen.clear()
     assert len(maps.launched) == 1
+
+
+def test_few_calls_stay_tritons(driver, maps, monkeypatch):
+    monkeypatch.setattr(series, "WORTH", 3)
+    run, given = series.Series(launches_of(starter(maps))), tensors()
+    for times in range(1, 6):
+        run(*given)
+        assert (len(maps.launched), len(driver.seen)) == (min(times, 3), max(times - 3, 0))
 
 
 def test_one_tensor_in_two_places_says_nothing_of_the_next_call(driver, maps, monkeypatch):
@@ -201,7 +210,7 @@ def test_launches_of_another_kind_stay_tritons(driver, maps, change):
     change(start := starter(maps))
     run = series.Series(launches_of(start))
     run(*tensors())
-    assert run.asked and run.again is None
+    assert run.started == 1 and run.again is None
 
 
 def test_what_is_not_there_stays_tritons(driver, maps, monkeypatch):

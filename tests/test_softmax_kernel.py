@@ -119,10 +119,21 @@ def started(ready: kernels.Ready | kernels.ReadyTwo, tensors: tuple[torch.Tensor
     """The arguments by name, compile-time ones too, of each launch of a prepared call."""
     seen, parts = [], (ready,) if isinstance(ready, kernels.Ready) else (ready.stats, ready.normalise)
     for part in parts:
-        names, options = part.start.kernel.arg_names, part.start.options
-        part.start = lambda args, n=names, o=options: seen.append(dict(zip(n, args, strict=True)) | o)
+        part.start = Noted(part.start, seen)
     ready(*tensors)
     return seen
+
+
+class Noted:
+    """A starter that only keeps its arguments, by name."""
+
+    launcher = None
+
+    def __init__(self, starter: kernels.Starter, seen: list[dict[str, object]]) -> None:
+        self.grid, self.options, self.names, self.seen = starter.grid, starter.options, starter.kernel.arg_names, seen
+
+    def __call__(self, args: tuple[object, ...]) -> None:
+        self.seen.append(dict(zip(self.names, args, strict=True)) | self.options)
 
 
 @pytest.mark.parametrize(

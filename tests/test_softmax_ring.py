@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.test_softmax_kernel import Noted
+
 pytest.importorskip("triton")
 
 from flashattn_lite import target as targets
@@ -165,10 +167,10 @@ def test_a_prepared_ring_brings_every_argument_in_its_place(cols: int, monkeypat
     x = empty(6, cols)
     (launch,) = planned(x)
     ready, started = kernels.Ready(launch, 2), []
-    ready.start, options = started.append, ready.start.options
+    ready.start = Noted(ready.start, started)
     ready(x, launch.args[1])
     known = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.kwargs
-    given = dict(zip(launch.kernel.arg_names, started[0], strict=True)) | options
+    (given,) = started
     words, others = known.pop("parts_ptr"), given.pop("parts_ptr")
     counter, another = known.pop("counter_ptr"), given.pop("counter_ptr")
     assert known.pop("l_ptr") is launch.args[1] and given.pop("l_ptr") is x  # nobody's

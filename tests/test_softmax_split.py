@@ -249,7 +249,10 @@ def test_a_prepared_call_has_room_of_its_own(cols: int, across: bool, monkeypatc
     """Run through the interpreter in place of a GPU's launcher: other tensors, parts and counts each time."""
 
     class Interpreted:
+        launcher = None
+
         def __init__(self, kernel: Any, blocks: int, options: dict[str, Any]) -> None:
+            self.grid = (blocks, 1, 1)
             self.run = lambda args: run([kernels.Plan(kernel, (blocks,), args, options)])
 
         def __call__(self, args: tuple[Any, ...]) -> None:

@@ -11,9 +11,20 @@ import torch
 from torch import Tensor
 
 from flashattn_lite import target as targets
+from flashattn_lite.kernels.compiling import Launch
 from flashattn_lite.kernels.interpreter import interpreted
+from flashattn_lite.kernels.series import Series
 from flashattn_lite.kernels.softmax import normalise_kernel, softmax_kernel, stats_kernel, sweep_kernel
-from flashattn_lite.kernels.start import AS_WRITTEN, Plan, Starter, counters, current_stream, lasting_zeros, on
+from flashattn_lite.kernels.start import (
+    AS_WRITTEN,
+    Plan,
+    Starter,
+    counters,
+    current_stream,
+    lasting_zeros,
+    on,
+    start_all,
+)
 from flashattn_lite.kernels.tuning import cdiv, power_of_two
 from flashattn_lite.kernels.tuning_softmax import (
     VECTOR_BYTES,
@@ -308,8 +319,10 @@ class Ready:
         units, splits = known.get("units", 0), known.get("splits", 1)
         fresh = 0  # arguments behind the tensors that each call brings anew
         self.room: Callable[..., tuple[Any, ...]] = lambda *tensors: ()
-        if "epoch" in known:
-            unused = 3 - tensors  # of a softmax no sums are stored
+        unused = 3 - tensors  # of a softmax no sums are stored
+        if "epoch" in known and splits == 1:
+            fresh, self.room = 2 + unused, lambda x, *results: (x,) * (2 + unused)
+        elif "epoch" in known:
             fresh, self.room = 3 + unused, lambda x, *results: (*(x,) * unused, *room_for(x, units, splits))
         elif splits > 1 and "m_parts_ptr" in known:
             parts = known["m_parts_ptr"].numel()
@@ -317,14 +330,23 @@ class Ready:
         elif "m_parts_ptr" in known:
             fresh, self.room = 3, lambda x, m, l_i: (m, m, m)
         self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
-        self.start = Starter(launch.kernel, launch.grid[0], values)
+        self.start, self.series = Starter(launch.kernel, launch.grid[0], values), Series(self.launches)
+        self.counts = "epoch" in known and splits > 1  # the epoch is another number each time
 
     def __call__(self, *tensors: Tensor) -> None:
         on(tensors[0].device, self.launch, *tensors)
 
     def launch(self, *tensors: Tensor) -> None:
         """On the current device."""
-        self.start((*tensors, *self.room(*tensors), *self.rest))
+        given = (*tensors, *self.room(*tensors))
+        if self.counts:
+            start_all(self.launches(*given))
+        else:
+            self.series(*given)
+
+    def launches(self, *given: Any) -> list[Launch]:
+        """Of tensors, and of room for them."""
+        return [(self.start, (*given, *self.rest))]
 
 
 class ReadyTwo:

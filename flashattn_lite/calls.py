@@ -105,7 +105,10 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def known_gradients(*args: Any) -> tuple[Tensor | None, ...] | None:
-    """As `gradients`, if it knows the metadata and nothing watches, else None. args are unchecked."""
+    """As `gradients`, if it knows the metadata and nothing watches, else None. args are unchecked.
+
+    What `gradients` makes contiguous first is not known: it remembers what it has then.
+    """
     make = look_up(_gradients, _key_of_gradients, args)
     if make is None:
         return None

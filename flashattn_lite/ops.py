@@ -119,7 +119,7 @@ def direct(ready: calls.Ready, args: calls.Arguments) -> tuple[Tensor, Tensor]:
 
 
 class Attention(torch.autograd.Function):
-    """The op's node, without the op: autograd's part of a call that no compiler, mode or transform has to see.
+    """The op's node, without the op: autograd's part of a call that no compiler, mode, transform or profiler must see.
 
     Named as the op's, since graphs show it: AttentionBackward.
     Without a setup_context, for which torch would look at forward's signature anew in every call (16 of 28 us), and
@@ -195,7 +195,8 @@ def _gradients(
     results, call = (d_out, d_lse, out, lse), (*tensors, *ctx.options)
     # As for a call: where nothing looks on, not even autograd for gradients of gradients, without the op.
     direct = not torch.is_grad_enabled()
-    grads = calls.known_gradients(*results, *call, needs) if direct else None
+    real = type(out) is Tensor and not torch.compiler.is_compiling()  # whose metadata may be asked for
+    grads = calls.known_gradients(*results, *call, needs) if direct and real else None
     if grads is None and direct and plain((*tensors, *results), ctx.options):
         grads = calls.gradients(*results, *measured(call), needs)
     elif grads is None:

@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # [B + 1] int32
 
 
-# Of (inputs, out, lse, d_out, d_lse); no d_lse is one of zeros.
+# Of (inputs, out, lse, d_out, d_lse); None stands for a d_lse of zeros.
 Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Grads]
 
 

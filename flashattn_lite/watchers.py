@@ -1,4 +1,4 @@
-"""Who stands for a tensor, or looks on while a call runs: transforms, dispatch modes, tracers.
+"""Who stands for a tensor, or looks on while a call runs: transforms, dispatch modes, tracers, profilers.
 
 By names of torch's that are private, and the same in 2.11 and 2.13.
 """

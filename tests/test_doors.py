@@ -193,6 +193,11 @@ def test_narrow_integers_of_numpy_are_explained(kind, recwarn):
             for start, own in ((None, None), (100, narrow(100))):
                 want = fa.explain(k[:, :, :4], k, k, window=window, q_start=start)
                 assert fa.explain(k[:, :, :4], k, k, window=given, q_start=own) == want
+    packed, cu = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    longest = {"max_seqlen_q": 100, "max_seqlen_k": 100}
+    given = {name: narrow(most) for name, most in longest.items()}
+    want = fa.explain_varlen(packed, packed, packed, cu, cu, **longest)
+    assert fa.explain_varlen(packed, packed, packed, cu, cu, **given) == want
     assert not recwarn
     lens = torch.tensor([4], dtype=torch.int32)
     got = fa.attention_decode(k[:, :, :2], k, k, lens, causal=np.True_)

@@ -111,6 +111,10 @@ for loss in (
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(lambda y: y.backward(), backend="aot_eager")(loss())
     torch.testing.assert_close(x.grad, want)
+    y, x.grad = loss(), None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        y.backward()
+    torch.testing.assert_close(x.grad, want)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -122,6 +126,8 @@ def test_nobody_asks_where_fake_tensors_lie():
         x, cu = torch.empty(2, 2, 6, 8), torch.empty(3, dtype=torch.int32)
         packed = torch.empty(12, 2, 8)
         assert fa.attention(x, x, x).shape == x.shape
+        leaf = torch.empty(2, 2, 6, 8, requires_grad=True)
+        assert torch.autograd.grad(fa.attention(leaf, x, x).sum(), leaf)[0].shape == x.shape
         assert fa.attention_decode(x, x, x, cu[1:]).shape == x.shape
         assert fa.attention_varlen(packed, packed, packed, cu, cu, max_seqlen_q=6, max_seqlen_k=6).shape == packed.shape
 

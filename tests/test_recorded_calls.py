@@ -69,3 +69,52 @@ def test_known_gradients_are_made_without_the_op_and_others_with_all_checks(monk
     asked.clear()
     run(d_out[0].mT.contiguous().mT), run(d_out[0][..., :1].expand(2, 4, 7, 16))
     assert len(asked) == 2
+
+
+def test_what_known_gradients_are_known_by(monkeypatch):
+    """Which are asked for, and whether lse's is there. A mode sees the op, and there are no second derivatives."""
+    monkeypatch.setattr(calls, "_gradients", {})
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out, lse = fa.attention(q, k, v, return_lse=True)
+    of_out, of_both = out.square().sum(), out.square().sum() + lse.sum()
+    run = lambda loss, *leaves: torch.autograd.grad(loss, leaves, retain_graph=True)
+    (dq,), all_three = run(of_out, q), run(of_out, q, k, v)
+    assert torch.equal(dq, all_three[0]) and all(x is not None for x in all_three)
+    both = run(of_both, q, k, v)
+    fresh = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "_gradients", fresh)
+        want = run(of_both, q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(both, want, strict=True)) and not torch.equal(both[0], dq)
+    assert torch.equal(run(of_out, q)[0], dq)
+
+    class Seen(Watch):
+        ops = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.ops += (str(function),)
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    with Seen() as seen:
+        run(of_out, q)
+    assert any("attention_backward" in op for op in seen.ops)
+    (once,) = torch.autograd.grad(of_out, q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no gradients of their own"):
+        once.sum().backward()
+
+
+def test_what_comes_back_otherwise_is_made_contiguous_first(monkeypatch):
+    """d_out, and an lse that somebody kept for autograd, though their gradients are known."""
+    made = []
+    prepare = calls.dispatch.prepare_gradients
+    noted = lambda make: lambda *tensors: made.append(tensors) or make(*tensors)
+    monkeypatch.setattr(calls.dispatch, "prepare_gradients", lambda *given: noted(prepare(*given)))
+    monkeypatch.setattr(calls, "_gradients", {})
+    turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 3 else x
+    for unpack in (lambda x: x, turned):
+        q, k, v = (x.requires_grad_() for x in qkv())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = fa.attention(q, k, v)
+        torch.autograd.grad(out, q, torch.ones(2, 4, 7, 1).expand_as(out))
+    assert len(made) == 2
+    assert all(lse.is_contiguous() and d_out.stride(-1) == 1 for _, _, lse, d_out, _ in made)

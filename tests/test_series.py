@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the launches are Triton's")
-from benchmarks.offline import attention_problem, compiled
-from flashattn_lite import target as targets
-from flashattn_lite.kernels import attention_hopper_launch, backward_launch, decode_launch, series
-from flashattn_lite.problem import Inputs, describe
-from tests.targets import H200
+from flashattn_lite.kernels import series
 
 STREAM, FUNCTION = 0x5EED, 0xF00
 SIGNATURE = {"q": "*bf16", "k": "tensordesc<bf16[64, 32]>", "lse": "*fp32", "none": "*i32", "steps": ("i32", "i64"),
@@ -71,10 +66,10 @@ def starter(maps, grid=(7, 1, 1), **options):
 
 
 def launches_of(*starters):
-    """Of q, k, lse (the second half of it) and lengths."""
+    """Of the second half of q, of k, of the second half of lse, and of lengths."""
 
     def launches(q, k, lse, lengths):
-        args = (q, k, lse[4:], None, (5, -6), 0.5, (2.0, lengths, "a"), "T", -1)
+        args = (q[3:], k, lse[4:], None, (5, -6), 0.5, (2.0, lengths, "a"), "T", -1)
         return [(start, args) for start in starters]
 
     return launches
@@ -103,7 +98,18 @@ def driver(monkeypatch, maps):
 def words_of(maps, q, k, lse, lengths):
     float32 = lambda x: int.from_bytes(bytes(ctypes.c_float(x)), "little")
     low = lambda x, size: x & (1 << 8 * size) - 1
-    own = [q.data_ptr(), id(maps.kept[1, k.data_ptr()][0]) + 128, 5, 6, 70, 1, lse.data_ptr() + 16, 0, 5, low(-6, 8)]
+    own = [
+        q.data_ptr() + 48,
+        id(maps.kept[1, k.data_ptr()][0]) + 128,
+        5,
+        6,
+        70,
+        1,
+        lse.data_ptr() + 16,
+        0,
+        5,
+        low(-6, 8),
+    ]
     return [*own, float32(0.5), float32(2.0), lengths.data_ptr(), low(-1, 4), 0, 0]
 
 
@@ -179,6 +185,30 @@ def test_what_the_driver_refuses(driver, maps):
     assert len(maps.launched) == 2 and len(driver.seen) == 3
 
 
+def test_the_stream_is_the_current_one(driver, maps, monkeypatch):
+    run, given = series.Series(launches_of(starter(maps))), tensors()
+    run(*given)
+    run(*given)
+    monkeypatch.setattr(series, "current_stream", {3: 77}.__getitem__)
+    run(*given)
+    assert [seen[2] for seen in driver.seen] == [STREAM, 77]
+
+
+def test_which_driver_is_asked(monkeypatch):
+    """CUDA's, with pointers of 64 bits; not for AMD, nor one that lacks a function."""
+    ask, launch = SimpleNamespace(), SimpleNamespace()
+    library = SimpleNamespace(cuFuncGetParamInfo=ask, cuLaunchKernelEx=launch)
+    find = series.cuda_driver.__wrapped__
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert find() == (ask, launch)
+    assert launch.argtypes == (ctypes.c_void_p,) * 4 and ask.argtypes[0] is ctypes.c_void_p
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.0")
+        assert find() is None
+    del library.cuFuncGetParamInfo
+    assert find() is None
+
+
 def test_a_profilers_hook_sees_tritons_launch(driver, maps, monkeypatch):
     run, given = series.Series(launches_of(starter(maps))), tensors()
     run(*given)
@@ -214,11 +244,18 @@ def test_launches_of_another_kind_stay_tritons(driver, maps, change):
 
 
 def test_what_is_not_there_stays_tritons(driver, maps, monkeypatch):
-    """A copy that the launches make; a map that lies elsewhere; a driver without these functions."""
+    """Copies that the launches make; maps of views, or that lie elsewhere; a driver without these functions."""
     start, given = starter(maps), tensors()
-    copies = series.Series(lambda q, k, lse, lengths: launches_of(start)(q, k, lse, lengths.clone()))
-    copies(*given)
+    copies = series.Series(lambda q, k, lse, lengths: launches_of(start)(q, k, lse, lengths.contiguous()))
+    copies(*given[:3], torch.zeros(3, 2).int()[:, 0])
     assert copies.again is None
+    views = series.Series(lambda q, k, lse, lengths: launches_of(start)(q, k[1:], lse, lengths))
+    views(*given)
+    assert views.again is None
+    others = series.Series(launches_of(start, other := starter(maps)))
+    other.launcher = None
+    others(*given)
+    assert others.again is None
     for name, value in (("lies_in", lambda *_: False), ("cuda_driver", lambda: None)):
         with monkeypatch.context() as patch:
             patch.setattr(series, name, value)
@@ -253,53 +290,3 @@ def test_where_a_map_lies():
         word = kept[-1].word14 = object()  # the word at 128
         assert series.lies_in(kept[-1], id(word)) == (id(kept[-1]) % 128 == 0)
         assert not series.lies_in(kept[-1], id(word) + 16)
-
-
-def calls():
-    """The launches of one call each: of Hopper's kernel, its merge, decoding, a backward."""
-    kinds = (False, False, False, "", (None, None))
-    inputs, problem = attention_problem(64, 64, torch.bfloat16, 200, 4, *kinds, {"causal": True})
-    out, lse = torch.empty_like(inputs.q), torch.empty(1, 4, 200)
-    counter = torch.zeros(1, dtype=torch.int32)
-    yield attention_hopper_launch.Call(problem, inputs, out, lse, H200).launches(*inputs, None, out, lse, None, counter)
-    call = backward_launch.Call(problem, inputs, out, (True, True, True, False, False), H200)
-    yield list(call.launches(inputs, out, lse, out, None, *call.allocate(inputs, lse)))
-    q, k = (torch.empty(1, 4, length, 128, dtype=torch.bfloat16) for length in (1, 4096))
-    none = dict.fromkeys(("q_start", "window_left", "window_right", "softcap"))
-    problem, inputs = describe(Inputs(q, k, k), causal=True, scale=0.1, **none), Inputs(q, k, k)
-    out, lse = torch.empty_like(q), torch.empty(1, 4, 1)
-    call = decode_launch.Call(problem, inputs, out, lse, H200)
-    yield call.launches(*call.given(inputs, out, lse, None))
-
-
-@pytest.mark.skipif(targets.interpreting(), reason="TRITON_INTERPRET=1 leaves nothing to compile")
-def test_kernels_take_what_is_handed_to_them(monkeypatch):
-    """As the PTX declares it."""
-    monkeypatch.setattr(series, "lies_in", lambda *_: True)
-    bits = {"u64": 64, "u32": 32, "f32": 32, "b64": 64, "b32": 32, "u16": 16, "u8": 8}
-    for launches in calls():
-        for start, args in launches:
-            kernel = compiled("sm_90", start.plan(args))
-            described = zip(
-                start.descriptors.blank, range(start.descriptors.first, start.descriptors.last), strict=True
-            )
-            kept = {(i, 0): [object(), *x.shape, *x.strides] for x, i in described}
-            learnt = SimpleNamespace(kept=kept)
-            ready = SimpleNamespace(compiled=kernel, launcher=learnt, grid=start.grid, options=start.options)
-            kernel.packed_metadata = (4, 1, 0)
-            flat = [x for x in in_a_row(args) if isinstance(x, torch.Tensor)]
-            roots = list(
-                {id(x if x._base is None else x._base): x if x._base is None else x._base for x in flat}.values()
-            )
-            prepared = series.prepared(ready, args, roots)
-            declared = re.findall(r"\.param \.(?:align \d+ \.b8 \w+\[(\d+)\]|(\w+) )", kernel.asm["ptx"])
-            sizes = [int(array) if array else bits[kind] // 8 for array, kind in declared]
-            assert [x.size for x in prepared.parameters] == sizes, kernel.name
-
-
-def in_a_row(args):
-    for x in args:
-        if isinstance(x, tuple):
-            yield from in_a_row(x)
-        else:
-            yield x

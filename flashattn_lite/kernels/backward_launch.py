@@ -99,7 +99,7 @@ class Rows:
         parts = room.unbind()
         self.m, self.exact = parts[0], parts[references - 1]
         self.log_l, self.delta = parts[references : references + 2]
-        self.d_sink = parts[-1] if features.sinks else self.m  # where nobody asks for it, another's
+        self.d_sink = parts[-1] if features.sinks else self.m  # not written where nobody asks for it
 
     @staticmethod
     def references(features: Features) -> int:
@@ -332,6 +332,7 @@ class Call:
         return self.wanted(inputs, grads, rooms)
 
     def _series(self, *given: Any) -> list[Launch]:
+        """The launches of what they take, in a row."""
         tensors = len(Inputs._fields)
         inputs, results, rest = Inputs(*given[:tensors]), given[tensors : tensors + 4], given[tensors + 4 :]
         return list(self.launches(inputs, *results, rest[:4], rest[4:]))

@@ -1,10 +1,10 @@
 """Launches that follow one another, and the same again for other tensors, of which only the addresses are put in.
 
 Triton's launcher takes 6 to 8 us of C for a launch, of which the driver needs 4, and half as much Python comes first.
-So after some times a series goes to the driver (cuLaunchKernelEx) as it lies in memory. What a kernel takes is in its
+So after some calls a series goes to the driver (cuLaunchKernelEx) as it lies in memory. What a kernel takes is in its
 signature; numbers are the same each time; which tensor, or which place in one, each pointer is, the launches of
-stand-ins show. The driver is asked whether the parameters are what we take them for. Where anything is otherwise, and
-for AMD, each launch stays Triton's (`descriptors.Launcher`).
+stand-ins show. The driver is asked whether the parameters are what we take them for. Where anything is otherwise, for
+AMD, and where an address has no tensor map yet, each launch is Triton's (`descriptors.Launcher`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 class Series:
     """`series(*given)` starts launches(*given), in their order, on the current device.
 
-    launches: makes them of tensors of the same metadata, all else the same each time. It may take views of what it is
-    given, but makes no tensors, since it is also asked for the launches of stand-ins.
+    launches: makes them of tensors of the same metadata, all else the same each time. It is also asked for the launches
+    of stand-ins; where it takes anything else of them than views, a copy, say, the series stays Triton's.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -63,7 +63,7 @@ class Number(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """A place in a tensor that is given, in bytes from its beginning."""
+    """A place in a tensor that is given, in bytes from its address."""
 
     tensor: int
     offset: int
@@ -142,7 +142,7 @@ class Again:
     """A series as the driver takes it: `again(given)` starts it for other tensors, or is False and starts nothing."""
 
     def __init__(self, series: Sequence[Prepared], present: Sequence[int], launch: Callable[..., int]) -> None:
-        """present: which of what is given there is."""
+        """present: indices of what is given and not None."""
         self.series, self.present, self.launch = series, present, launch
         self.index = series[0].starter.index
         every = [of for launch in series for of in launch.parameters]
@@ -171,7 +171,7 @@ class Again:
             config.stream = stream
             if code := self.launch(*launch):
                 if config is room.configs[0]:
-                    return False  # Triton's launcher says what is wrong
+                    return False  # Triton's launcher says what is wrong, or makes a context for a thread without one
                 raise RuntimeError(f"the CUDA driver refused a launch: error {code}")
         self.rooms.append(room)
         return True
@@ -183,10 +183,10 @@ def again(launches: Launches, given: Given) -> Again | None:
     present = [i for i, x in enumerate(given) if x is not None]
     with torch.inference_mode(False):  # where views would not say what they are of
         stand_ins = [None if x is None else stand_in(x) for x in given]
-        started = [launch for launch in launches(*stand_ins) if launch[0].grid[0]]
         try:
+            started = [launch for launch in launches(*stand_ins) if launch[0].grid[0]]
             series = [prepared(*launch, [stand_ins[i] for i in present]) for launch in started]
-        except (LookupError, ValueError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             return None
     if driver is None or not series:
         return None
@@ -198,7 +198,7 @@ def again(launches: Launches, given: Given) -> Again | None:
 
 
 def stand_in(x: Any) -> Tensor:
-    """Of x's shape and strides, without memory."""
+    """Of a tensor's shape and strides, without memory; also for what else has an address."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return torch.empty(1, dtype=x.dtype, device="meta")
@@ -212,10 +212,12 @@ def prepared(starter: Starter, args: tuple[Any, ...], stand_ins: Sequence[Any]) 
     parameters: list[Number | Pointer | Map] = []
     for i, (kind, x) in enumerate(zip(compiled.src.signature.values(), args, strict=True)):
         if isinstance(kind, str) and kind.startswith("tensordesc"):
-            address, parts = next((key[1], parts) for key, parts in kept.items() if key[0] == i)
-            if not lies_in(parts[0], address):
+            # All maps lie alike: Triton allocates each at a multiple of its size.
+            known = [(address, parts) for (of, address), parts in list(kept.items()) if of == i]
+            (address, parts), place = known[0], place_in(x, stand_ins)
+            if place.offset or not lies_in(parts[0], address):
                 raise LookupError("a tensor map elsewhere")
-            parameters.append(Map(place_in(x, stand_ins).tensor, kept, i))
+            parameters.append(Map(place.tensor, kept, i))
             rank = len(parts) // 2
             parameters += [number(kind, n) for kind, n in zip(["i32"] * rank + ["i64"] * rank, parts[1:], strict=True)]
         else:

@@ -60,8 +60,9 @@ class Starter:
             self.pointers = [i for i, x in enumerate(described) if hasattr(x, "data_ptr")]
             compiled = self.kernel[self.grid](*described, **self.options)
             below = compiled.run, without_hooks(compiled), self.descriptors
-            self.launcher = found(*below, self.grid, stream, args)
-            self.runner, self.compiled = compiled[self.grid], compiled
+            launcher = found(*below, self.grid, stream, args)
+            if self.compiled is None:  # else another thread was first, and its launcher may be in use
+                self.launcher, self.runner, self.compiled = launcher, compiled[self.grid], compiled
             return
         stream = current_stream(self.index)
         if hooked():

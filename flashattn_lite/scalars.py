@@ -24,6 +24,7 @@ def is_number(x: object) -> bool:
 
 def is_int(x: object) -> bool:
     """An integer of Python, of a compiler that traces, or of NumPy."""
+    x = from_array(x)
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
@@ -71,6 +72,7 @@ def is_finite(x: Any) -> bool:
 
 def as_int(x: Any) -> Any:
     """An integer of any kind as Python's; what else it is (None, a compiler's symbol) as it is."""
+    x = from_array(x)
     return int(x) if isinstance(x, Integral) else x
 
 

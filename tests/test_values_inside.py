@@ -81,6 +81,21 @@ def test_numbers_of_numpy_in_compiled_and_exported_code(name):
     assert torch.equal(torch.export.export(module, (Q,), strict=False).module()(Q), want)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
+def test_integers_of_numpy_that_compiled_code_is_given(kind):
+    """Narrow ones are arrays to a compiler, and no integers to isinstance there."""
+    calls = (
+        lambda x, n: fa.attention(x, x, x, causal=True, q_start=n),
+        lambda x, n: fa.attention(x, x, x, window=(n, None)),
+        lambda x, n: fa.attention_varlen(X, X, X, CU, CU, max_seqlen_q=n, max_seqlen_k=n),
+    )
+    for call in calls:
+        want = call(Q, 10)
+        for whole in (False, True):
+            torch._dynamo.reset()
+            assert torch.equal(torch.compile(call, backend="eager", fullgraph=whole)(Q, kind(10)), want)
+
+
 def test_an_array_of_one_number_is_that_number():
     for explained, given in ((fa.explain, (Q, Q, Q)), (fa.explain_varlen, (X, X, X, CU, CU))):
         assert explained(*given, scale=np.array(0.5), window=(np.array(1), None)).backend

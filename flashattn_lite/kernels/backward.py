@@ -14,10 +14,10 @@ Bytes moved: c and d once for every tile of own rows, mostly from L2, all else o
 
 What is not finite gets no further than it may. A query row is bad if its q, dO, lse or delta is not finite: its
 reference is NaN then, and so is all that it enters. But in the sums over c and d 0 * NaN is NaN, also where a row is
-not seen. So a program whose gradients are not all finite says so in `failed`, and a second launch, CAREFUL, makes those
-once more without the bad rows of c and d: what sees one of them is NaN, the other rows' bits are the same. (In the same
-launch that code took registers from the usual way: 140 a thread became 255, head dim 64. As many programs as the usual
-launch has, each with a look at its own rows, took 2 to 7 us to find nothing.)
+not seen. So a program whose gradients are not all finite says so in `failed` and `any`, and a second launch, CAREFUL,
+makes those once more without the bad rows of c and d: what sees one of them is NaN, the other rows' bits are the same.
+(In the same launch that code took registers from the usual way: 140 a thread became 255, head dim 64. As many programs
+as the usual launch has, each with a look at its own rows, took 2 to 7 us to find nothing.)
 Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2.
 """
 
@@ -281,7 +281,7 @@ def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, any_ptr, failed_
                 tile = tl.cast(i, tl.int32)  # the interpreter has Python's int
                 of_sequence = sequence(tile // num_m // heads, rows_q, rows_k, diag_lo, diag_hi, args, F)
                 row_lo = first_row(tile, num_m, T)
-                SEEN_BY: tl.constexpr = 5 if T.KEYS else 2
+                SEEN_BY: tl.constexpr = 5 if T.KEYS else 2  # len_k, or len_q
                 failed_ptrs = failed_ptr + tile.to(tl.int64) * T.BLOCK_M + offs
                 if tl.max(tl.load(failed_ptrs, mask=row_lo + offs < of_sequence[SEEN_BY], other=0), 0) != 0:
                     own_tile(tile, a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,
@@ -291,7 +291,7 @@ def backward_kernel(a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, any_ptr, failed_
         tile = tl.program_id(0)
         of_sequence = sequence(tile // num_m // heads, rows_q, rows_k, diag_lo, diag_hi, args, F)
         row_lo = first_row(tile, num_m, T)
-        ROOM: tl.constexpr = 4 if T.KEYS else 2
+        ROOM: tl.constexpr = 4 if T.KEYS else 2  # of keys, or len_q
         if row_lo >= of_sequence[ROOM]:
             return
         bad = own_tile(tile, a_src, b_src, c_src, d_src, ga_ptr, gb_ptr, m_ptr, log_l_ptr, delta_ptr, a_strides,

@@ -117,7 +117,7 @@ class Room:
         self.configs: list[Config] = []
         self.launches: list[tuple[int, int, int, None]] = []  # config, function, parameters, nothing more
         self.overlaps = Attribute(OVERLAPS, 0, (ctypes.c_int * 16)(1))
-        self.kept: list[Any] = []
+        self.pointers: list[Any] = []  # of each launch, to its parameters
         for launch in series:
             pointers = (ctypes.c_void_p * len(launch.parameters))()
             for i, of in enumerate(launch.parameters):
@@ -133,7 +133,7 @@ class Room:
             config.attributes = ctypes.addressof(self.overlaps)
             config.count = bool(launch.starter.options.get("launch_pdl"))
             self.configs.append(config)
-            self.kept.append(pointers)
+            self.pointers.append(pointers)
             function = launch.starter.compiled.function
             self.launches.append((ctypes.addressof(config), function, ctypes.addressof(pointers), None))
 

@@ -331,7 +331,7 @@ class Ready:
             fresh, self.room = 3, lambda x, m, l_i: (m, m, m)
         self.rest = (*launch.args[tensors + fresh :], *(values.pop(name) for name in names[len(launch.args) :]))
         self.start, self.series = Starter(launch.kernel, launch.grid[0], values), Series(self.launches)
-        self.counts = "epoch" in known and splits > 1  # the epoch is another number each time
+        self.in_epochs = "epoch" in known and splits > 1  # a number that is another each time, which no series has
 
     def __call__(self, *tensors: Tensor) -> None:
         on(tensors[0].device, self.launch, *tensors)
@@ -339,7 +339,7 @@ class Ready:
     def launch(self, *tensors: Tensor) -> None:
         """On the current device."""
         given = (*tensors, *self.room(*tensors))
-        if self.counts:
+        if self.in_epochs:
             start_all(self.launches(*given))
         else:
             self.series(*given)

@@ -1,8 +1,9 @@
-"""The one kind of mistake of ptxas that we know, found in machine code with no GPU.
+"""The kinds of mistakes of ptxas that we know, found in machine code with no GPU. The PTX is right (docs/design.md).
 
 Where two matrices of different swizzles lie at one place in shared memory, one after the other, ptxas 12.8 computes
-wgmma descriptors of one of them of a register that nobody wrote, or that something else is in: the PTX is right,
-results are wrong or accesses illegal (docs/design.md).
+wgmma descriptors of one of them of a register that nobody wrote, or that something else is in: results are wrong or
+accesses illegal. Where a factor of a wgmma stays in registers for all steps of a loop, it may put the packed factor of
+another one there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.descriptors import differences
+from benchmarks.overwritten import overwritten
 from benchmarks.sass import disassembled, flow, functions
 from benchmarks.unwritten import unwritten
 
@@ -17,4 +19,5 @@ from benchmarks.unwritten import unwritten
 def mistakes(kernel: Any) -> list[str]:
     """What is wrong with a kernel's machine code; nothing, if it is as the PTX asks."""
     code = [flow(function) for function in functions(disassembled(kernel))]
-    return [*differences(kernel.asm["ptx"], code), *(line for function in code for line in unwritten(function))]
+    by_function = (line for function in code for line in (*unwritten(function), *overwritten(function)))
+    return [*differences(kernel.asm["ptx"], code), *by_function]

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="the disassembler comes with Triton")
 
 from benchmarks import descriptors, sass
+from benchmarks.overwritten import overwritten
 from benchmarks.unwritten import unwritten
 
 
@@ -49,6 +50,27 @@ def listed(*lines: str) -> str:
 )  # fmt: skip
 def test_what_is_read_too_early(lines, missing):
     assert [line.partition(" reads ")[2] for line in unwritten(sass.flow(listed(*lines)))] == missing
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["LDSM.16.M88.4 R88, [R4]", ".L_x_0:", "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24",
+          "F2FP.BF16.F32.PACK_AB R90, R3, R2", "@P1 BRA `(.L_x_0)"], 1),
+        (["LDSM.16.M88.4 R88, [R4]", ".L_x_0:", "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24",
+          "F2FP.BF16.F32.PACK_AB R92, R3, R2", "@P1 BRA `(.L_x_0)"], 0),
+        ([".L_x_0:", "LDSM.16.M88.4 R88, [R4]", "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24",
+          "F2FP.BF16.F32.PACK_AB R90, R3, R2", "@P1 BRA `(.L_x_0)"], 0),
+        (["LDSM.16.M88.4 R88, [R4]", "F2FP.BF16.F32.PACK_AB R91, R3, R2",
+          "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24"], 0),  # by one way only
+        (["LDSM.16.M88.4 R88, [R4]", "@P0 F2FP.BF16.F32.PACK_AB R91, R3, R2",
+          "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24"], 1),
+        (["LDSM.16.M88.4 R88, [R4]", ".L_x_0:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24",
+          "F2FP.BF16.F32.PACK_AB R90, R3, R2", "@P1 BRA `(.L_x_0)"], 0),
+    ],
+)  # fmt: skip
+def test_a_factor_is_not_overwritten(lines, found):
+    assert len(overwritten(sass.flow(listed(*lines)))) == found
 
 
 def test_each_function_is_looked_at_by_itself():

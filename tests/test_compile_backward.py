@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton")
 from benchmarks.mistakes import mistakes
 from benchmarks.offline import GPUS, attention_problem, compiled, usage
+from benchmarks.sass import disassembled
 from flashattn_lite import target as targets
 from flashattn_lite.kernels import backward_launch, tuning
 from tests.exhaustive import also, quick
@@ -24,6 +25,7 @@ CASES = {
                                            "sinks": True, "kv_lens": True}),
     "bool mask": (128, 128, torch.float16, {"mask": "bool"}),
     "packed": (128, 128, torch.bfloat16, {"window": (64, 64), "varlen": True}),
+    "packed, 64": (64, 64, torch.bfloat16, {"causal": True, "softcap": 30.0, "varlen": True}),
     "odd": (33, 1, torch.float16, {"scale": -0.5}),
     "float32, odd": (33, 8, torch.float32, {"mask": "float"}),
     "bias": (64, 64, torch.bfloat16, {"mask": "half"}),
@@ -32,6 +34,7 @@ CASES = {
     "float32, 128": (128, 128, torch.float32, {"mask": "float"}),
 }  # fmt: skip
 # Bytes of stack a thread in the usual launches, at the speeds of docs/performance.md.
+IN_GLUON = {"64": 1, "128": 1, "packed": 1, "packed, 64": 1}  # of the usual launches: one side's, see BACKWARD_HOPPER
 STACK_LIMIT = {"64": 96, "128": 160, "256": 96, "bias": 120, "float32": 128, "float32, 128": 800}
 
 
@@ -64,6 +67,10 @@ def test_it_compiles_and_fits(gpu, case):
     assert all(kernel.metadata.shared <= SHARED[gpu] << 10 for _, kernel in launches)
     if gpu == "sm_90":
         assert not [line for careful, kernel in launches for line in mistakes(kernel) if not careful]
+        in_gluon = [kernel for _, kernel in launches if kernel.metadata.name == "backward_hopper_kernel"]
+        assert len(in_gluon) == IN_GLUON.get(case, 0)
+        for kernel in in_gluon:  # products of two tiles are under way at once: ptxas has not put one behind the other
+            assert "DEPBAR.LE gsb0, 0x2" in disassembled(kernel)
     if case.startswith("odd"):  # as forward: rows that are not aligned stay off wgmma
         assert not any("wgmma" in kernel.asm["ptx"] for _, kernel in launches)
     if gpu == "sm_90" and case in STACK_LIMIT:

@@ -25,6 +25,7 @@ ROOMS = [
     "kernels.softmax_window kernels.softmax_unit kernels.softmax_tiles kernels.softmax kernels.softmax_ring "
     "kernels.softmax_launch kernels.attention_tiles kernels.attention kernels.attention_launch kernels.uncovered "
     "kernels.parts kernels.backward_rows kernels.backward kernels.backward_mask kernels.backward_launch "
+    "kernels.backward_hopper kernels.backward_hopper_launch "
     "kernels.hopper_shape kernels.hopper_tasks kernels.hopper_pieces kernels.hopper_epilogue kernels.hopper_producer "
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
@@ -70,8 +71,11 @@ NEIGHBOURS = {
     *((f"kernels.backward{room}", "kernels.attention_tiles") for room in ("", "_mask", "_rows")),
     *((f"kernels.backward{room}", "kernels.backward_rows") for room in ("", "_mask", "_launch")),
     *((f"kernels.backward{room}", "kernels.backward") for room in ("_mask", "_launch")),
-    ("kernels.backward_launch", "kernels.backward_mask"),
-    ("kernels.backward_launch", "kernels.parts"),
+    *(("kernels.backward_launch", f"kernels.{room}") for room in ("backward_hopper_launch", "backward_mask", "parts")),
+    *(("kernels.backward_hopper", f"kernels.{room}") for room in ("attention_tiles", "backward", "backward_rows")),
+    *(("kernels.backward_hopper", f"kernels.hopper_{room}") for room in ("producer", "scores", "tasks")),
+    *(("kernels.backward_hopper_launch", f"kernels.{room}") for room in ("attention_hopper_launch", "backward_hopper")),
+    ("kernels.backward_hopper_launch", "kernels.hopper_tasks"),
     ("kernels.backward_launch", "kernels.attention_launch"),
     ("kernels.attention_hopper_launch", "kernels.uncovered"),
     ("kernels.attention_hopper_launch", "kernels.attention_hopper"),
@@ -80,14 +84,8 @@ NEIGHBOURS = {
     ("kernels.attention_hopper_launch", "kernels.decode_launch"),
     ("kernels.attention_hopper_launch", "kernels.merge_launch"),
     ("kernels.hopper_tasks", "kernels.decode_splits"),
-    ("kernels.attention_hopper", "kernels.hopper_tasks"),
-    ("kernels.attention_hopper", "kernels.hopper_producer"),
-    ("kernels.attention_hopper", "kernels.hopper_rows"),
-    ("kernels.attention_hopper", "kernels.hopper_pieces"),
-    ("kernels.attention_hopper", "kernels.hopper_scores"),
-    ("kernels.attention_hopper", "kernels.hopper_again"),
-    ("kernels.attention_hopper", "kernels.hopper_epilogue"),
-    ("kernels.attention_hopper", "kernels.hopper_steps"),
+    *(("kernels.attention_hopper", f"kernels.hopper_{room}") for room in ("tasks", "producer", "rows", "pieces")),
+    *(("kernels.attention_hopper", f"kernels.hopper_{room}") for room in ("scores", "again", "epilogue", "steps")),
     ("kernels.hopper_steps", "kernels.hopper_pieces"),
     ("kernels.hopper_steps", "kernels.hopper_scores"),
     ("kernels.hopper_steps", "kernels.hopper_tasks"),

@@ -79,6 +79,7 @@ from flashattn_lite.kernels.hopper_tasks import (
     ROWS,
     Barriers,
     Sizes,
+    barriers,
     lse_pointers,
     q_slot,
     receive,
@@ -188,19 +189,6 @@ def listen(n_message, failed, dirty, talk, WG: gl.constexpr):
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers that each turn after ARRIVALS. All of them must be in use to the end.
-
-    Memory of one that nobody waits on would be given to something else, and hardware writes a barrier's state into it
-    whenever it likes, as long as it has not been invalidated (PTX ISA, mbarrier.inval).
-    """
-    all_of = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(all_of.index(i), count=ARRIVALS)
-    return all_of
-
-
 @gluon.jit
 def launch_dependents():
     """The launch behind this one, for uncovered rows or a merge, may be put on the card as soon as there is room."""

@@ -36,7 +36,7 @@ def sequence(b, rows_q, rows_k, diag_lo, diag_hi, args, F: tl.constexpr):
     Packed sequences lie behind one another in one entry.
     """
     batch, len_q, room_k = b, rows_q, rows_k
-    start_q, start_k = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    start_q, start_k = b * 0, b * 0
     if F.varlen:
         batch = b * 0
         cu_q, cu_k = args.cu_seqlens_q_ptr + b, args.cu_seqlens_k_ptr + b

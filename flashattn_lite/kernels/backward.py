@@ -76,21 +76,35 @@ def numbers_of(rows, offs, exists, APART: tl.constexpr):
 
 
 @triton.jit
+def capped(s, args, F: tl.constexpr):
+    """(scores of products s, the factor to log2 units, d of the capped score by the score)."""
+    slope = 1.0
+    s, scale = scaled(s, args, F)
+    if F.softcap:
+        share = s / (args.softcap * LOG2E)
+        slope = 1.0 - share * share
+    return s, scale, slope
+
+
+@triton.jit
+def weights_of_all(s, minus_m, args, F: tl.constexpr):
+    """(P [M, N], d of the capped score by the score) from products s of rows that all see each other."""
+    s, scale, slope = capped(s, args, F)
+    return tl.exp2(tl.fma(s, scale, minus_m)), slope
+
+
+@triton.jit
 def weights_of(s, m_i, log_l, offs_m, offs_n, mask_ptr, len_m, len_n, diag_lo, diag_hi, args, dtype: tl.constexpr,
                WHOLE: tl.constexpr, F: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """(P [M, N], which pairs are seen, d of the capped score by the score) from products s of own and streamed rows.
 
     m_i, log_l: [M, 1], or [1, N] where queries are streamed. dtype: of the rows.
     """
-    slope = 1.0
-    s, scale = scaled(s, args, F)
-    if F.softcap:
-        capped = s / (args.softcap * LOG2E)
-        slope = 1.0 - capped * capped
     if WHOLE:
         seen = True
-        p = tl.exp2(tl.fma(s, scale, -m_i))
+        p, slope = weights_of_all(s, -m_i, args, F)
     else:
+        s, scale, slope = capped(s, args, F)
         SEEN: tl.constexpr = T.SEEN
         seen = visible(offs_m, offs_n, len_n, diag_lo, diag_hi, SEEN)  # [M, N]
         if F.mask != "":

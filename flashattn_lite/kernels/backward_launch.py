@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.kernels import attention_launch
+from flashattn_lite.kernels import attention_launch, backward_hopper_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_of, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel
+from flashattn_lite.kernels.backward_hopper_launch import HopperSide
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.backward_rows import rows_kernel
 from flashattn_lite.kernels.compiling import Launch
@@ -141,6 +143,9 @@ class Side:
         tma = bool(parts) or (has_tma(target) and all(map(takes_tma, streamed)))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
+        fast = backward_hopper_launch.config_of(problem, keys, read, mask is not None, target)
+        if fast is not None:
+            config, tma = backward_hopper_launch.with_care(fast), True
         self.tile = BackwardTile(
             KEYS=keys,
             MAKES_A=makes[0],
@@ -175,6 +180,10 @@ class Side:
         few = min(tiles, AGAIN * target.multiprocessors)
         make = lambda programs: Starter(backward_kernel, programs, options_of(config), descriptors)
         self.starts = [(make(tiles), self.tile), (make(few), replace(self.tile, CAREFUL=True))]
+        self.fast: HopperSide | None = None
+        if fast is not None and makes[0]:
+            self.fast = HopperSide(problem, keys, makes[1], fast, own, streamed, of_rows, lengths, target)
+        self.zeros = 2 if self.fast else 1
 
     def pairs(self, read: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Of q, k, v, dO the own pair and the streamed one."""
@@ -182,14 +191,21 @@ class Side:
         return ((k, v), (q, d_out)) if self.keys else ((q, d_out), (k, v))
 
     def launches(
-        self, read: Sequence[Tensor], grads: Pair, any_failed: Any, failed: Tensor, rows: Rows, scores: ScoreArgs
+        self, read: Sequence[Tensor], grads: Pair, zeros: Sequence[Any], failed: Tensor, rows: Rows, scores: ScoreArgs
     ) -> Launches:
         """With their arguments. read: or the parts of it; grads: of own rows; any tensor where it makes none.
 
-        any_failed: a zero; failed: room for a word of each row.
+        zeros: whether any failed, and where there is a Hopper kernel the tiles that it draws; failed: room for a word
+        of each row.
         """
         own, streamed = self.pairs(read)
+        any_failed = zeros[0]
         for start, tile in self.starts:
+            if self.fast and not tile.CAREFUL:
+                written = (*grads, any_failed, failed)
+                args = self.fast.arguments(own, streamed, written, rows.m, rows.delta, zeros[1], scores)
+                yield self.fast.start, args
+                continue
             of_rows = (rows.exact if tile.CAREFUL else rows.m, rows.log_l, rows.delta)
             written = (*grads, any_failed, failed, *of_rows)
             yield start, (*own, *streamed, *written, *self.numbers, scores, self.features, tile)
@@ -279,7 +295,8 @@ class Call:
         make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
         grads = [make(x) if need and x is not None else None for x, need in zip(inputs[:4], self.needs, strict=False)]
         failed = lse.new_empty(sum(side.owned for side in self.sides), dtype=torch.int32)
-        zeros = [counters.next(lse.device) if lse.is_cuda else failed.new_zeros(1) for _ in self.sides]
+        count = sum(side.zeros for side in self.sides)
+        zeros = [counters.next(lse.device) if lse.is_cuda else failed.new_zeros(1) for _ in range(count)]
         rows = Rows.room(self.problem.features, lse)
         return grads, [rows, failed, *zeros, *(parts.empty() for parts in self.parts)]
 
@@ -296,7 +313,8 @@ class Call:
         """In their order, with their arguments; grads and rooms as they were allocated."""
         problem, scores = self.problem, score_args(self.problem, inputs)
         of_rows, failed, *others = rooms
-        zeros, of_parts = others[: len(self.sides)], others[len(self.sides) :]
+        count = sum(side.zeros for side in self.sides)
+        zeros, of_parts = iter(others[:count]), others[count:]
         rows = Rows(problem.features, of_rows)
         q, k, v = inputs[:3]
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))
@@ -309,8 +327,9 @@ class Call:
             whole, read[i] = read[i], room
             yield parts.start, parts.arguments(whole, room)
         of_sides = failed.split([side.owned for side in self.sides])
-        for side, zero, own in zip(self.sides, zeros, of_sides, strict=True):
-            yield from side.launches(read, (dk, dv) if side.keys else (dq, dq), zero, own, rows, scores)
+        for side, own in zip(self.sides, of_sides, strict=True):
+            taken = list(itertools.islice(zeros, side.zeros))
+            yield from side.launches(read, (dk, dv) if side.keys else (dq, dq), taken, own, rows, scores)
         if self.mask_side and (d_mask := grads[3]) is not None:
             yield from self.mask_side.launches(read, d_mask, rows, scores)
 

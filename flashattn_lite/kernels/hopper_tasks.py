@@ -91,6 +91,19 @@ class Span(NamedTuple):
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers that each turn after ARRIVALS. All of them must be in use to the end.
+
+    Memory of one that nobody waits on would be given to something else, and hardware writes a barrier's state into it
+    whenever it likes, as long as it has not been invalidated (PTX ISA, mbarrier.inval).
+    """
+    all_of = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(all_of.index(i), count=ARRIVALS)
+    return all_of
+
+
+@gluon.jit
 def place(tile, sizes, F: gl.constexpr):
     """(batch, head, row tile) of a tile number: heads section by section, long causal rows of a section first."""
     first, end, section = tile * 0, sizes.early, sizes.section

@@ -24,6 +24,15 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class HopperBackwardConfig:
+    """BLOCK_N streamed rows a tile of backward_hopper.py, stages of them; see its HopperBackwardTile."""
+
+    block_n: int
+    num_stages: int
+    held: bool = False
+
+
 def cdiv(count: int, size: int) -> int:
     """How many of that size hold so many. Triton's own takes 2 us, in which it looks whether a kernel calls it."""
     return -(-count // size)
@@ -175,6 +184,15 @@ BACKWARD_FLOAT32 = {64: TileConfig(128, 64, 8, 2), 128: TileConfig(64, 32, 4, 2)
 # The gradient of a mask, 2 x 32 x 2048 of 64 and 2 x 16 x 2048 of 128, beside other work on the same card:
 #   64: 128x64 w8 s1 3.3; 64x32 w4 s2 and s1 4.1; 64x64 w4 s1 4.4. 128: 64x32 w4 s1 5.5; 64x16 w4 s1 7.9
 MASK_FLOAT32 = {64: TileConfig(128, 64, 8, 1), 128: TileConfig(64, 32, 4, 1)}
+# What backward_hopper.py takes of it, by (programs own keys, largest padded head dim). H200, Triton 3.6, bf16, 16k
+# tokens, in turn with the tiles above, ms at 512, 2k and 16k keys, full and then causal:
+#   64, both: held s4 0.35 1.07 7.8, 0.31 0.66 4.2; above 0.40 1.34 9.8, 0.35 0.89 5.7
+#   128, dQ: s4 0.215 0.58 4.14, 0.189 0.40 2.32; held s3 0.228 0.62 4.10, 0.198 0.40 2.25; above 0.26 0.70 5.15,
+#     0.198 0.46 2.49
+#   128, both (dS c in its own step, which spills less): s3 0.324 0.99 7.5, 0.27 0.63 3.8; above 0.345 1.04 7.7,
+#     0.249 0.62 3.6
+#   64, dQ: held s6 0.247 0.77 5.5, 0.23 0.50 2.86; above 0.226 0.71 5.3, 0.162 0.40 2.7
+BACKWARD_HOPPER = {(True, 64): HopperBackwardConfig(64, 4, held=True), (False, 128): HopperBackwardConfig(64, 4)}
 BACKWARD_ROWS = TileConfig(32, 32, 4, 1)  # of what it writes of each query row first; not tuned
 
 

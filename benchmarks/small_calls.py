@@ -98,6 +98,7 @@ CALLS: dict[str, Callable[[str, bool], None]] = {  # (device, whether some rows 
     "packed few rows": packed,
     "float32": partial(dense, (4, 2), 300, 300, 64, dtype=torch.float32, causal=True),
     "odd head dim": partial(dense, (4, 2), 300, 300, 33, causal=True),
+    "gradients, 64": partial(dense, (4, 2), 300, 300, 64, grad=True, window=(100, 20)),
     "gradients, 128": partial(dense, (4, 2), 300, 300, 128, grad=True, causal=True),
     "gradients, mask": partial(dense, (4, 2), 200, 320, 64, grad=True, mask=True),
     "gradients, float32": partial(dense, (4, 2), 300, 300, 40, dtype=torch.float32, grad=True, causal=True),

@@ -53,20 +53,19 @@ def gradients(
     return [(grads[i], expected[i]) for i in made], call
 
 
-def posed(case: str, dtype: torch.dtype, seed: int, device: str = "cpu") -> tuple[Any, ...]:
+def posed(case: str, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
     """(problem, inputs, out and lse in float64, d_out, the gradients of q, k and v in float64)."""
     batch, heads_q, heads_k, len_q, len_k, dim, dim_v, options = CASES[case]
     options = dict(options)
     packed, kv_lens = options.pop("packed", False), options.pop("kv_lens", None)
-    kv_lens = None if kv_lens is None else kv_lens.to(device)
     shapes = [(heads_q, len_q, dim), (heads_k, len_k, dim), (heads_k, len_k, dim_v), (heads_q, len_q, dim_v)]
     make = torch.Generator().manual_seed(seed)
-    q, k, v, d_out = (torch.randn(batch, *shape, generator=make).to(device, dtype) for shape in shapes)
+    q, k, v, d_out = (torch.randn(batch, *shape, generator=make).to(dtype) for shape in shapes)
     bounds: tuple[Any, ...] = (None, None)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     if packed:
         q, k, v, d_out = (x[0].transpose(0, 1).contiguous() for x in (q, k, v, d_out))
-        bounds = (BOUNDS.to(device),) * 2
+        bounds = (BOUNDS, BOUNDS)
         exact = [x.double().requires_grad_() for x in (q, k, v)]
         out, lse = attention_varlen_reference(*exact, *bounds, **options, return_lse=True)
     else:
@@ -175,7 +174,9 @@ def test_what_is_wrong_is_noticed(name):
 
 def on_the_gpu(case: str, dtype: torch.dtype) -> tuple[backward_launch.Call, tuple[Any, ...]]:
     """A call that takes the Hopper kernel, and what it is called with."""
-    problem, inputs, out, lse, d_out, _ = posed(case, dtype, 7, "cuda")
+    problem, inputs, *results, _ = posed(case, dtype, 7)
+    inputs = Inputs(*(x if x is None else x.cuda() for x in inputs))
+    out, lse, d_out = (x.cuda() for x in results)
     target = targets.of(inputs.q.device)
     if not target.hopper:
         pytest.skip("the kernel is for Hopper")

@@ -137,6 +137,13 @@ def test_what_is_not_needed_changes_no_bit(case):
     assert (side.tile.BLOCK_M, side.tile.BLOCK_N) == (call.sides[0].fast.tile.BLOCK_M, call.sides[0].fast.tile.BLOCK_N)
 
 
+def test_without_gluon_the_kernel_in_triton_serves(monkeypatch):
+    monkeypatch.setattr(backward_launch, "hopper", None)
+    problem, inputs, _, _, d_out, _ = posed("causal", torch.bfloat16, 1)
+    call = backward_launch.Call(problem, inputs, d_out, (*NEEDS["all"], False, False), HOPPER)
+    assert [side.fast for side in call.sides] == [None, None]
+
+
 # name: (text that is there once, what is there instead, a case that shows it). Each is a mistake that could be made.
 BROKEN = {
     "nobody waits for a and b": ("        mbarrier.wait(own_full, n_tile & 1)\n", "", "causal"),

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite.kernels import attention_launch, backward_hopper_launch
+from flashattn_lite.kernels import attention_launch
 from flashattn_lite.kernels.attention_launch import descriptor, has_tma, shape_of, tile_of
 from flashattn_lite.kernels.backward import BackwardTile, backward_kernel
-from flashattn_lite.kernels.backward_hopper_launch import HopperSide
 from flashattn_lite.kernels.backward_mask import MaskTile, mask_kernel
 from flashattn_lite.kernels.backward_rows import rows_kernel
 from flashattn_lite.kernels.compiling import Launch
@@ -35,6 +34,11 @@ from flashattn_lite.kernels.tuning import (
 )
 from flashattn_lite.problem import AttentionProblem, Features, Gradients, Grads, Inputs
 from flashattn_lite.target import Target
+
+try:
+    from flashattn_lite.kernels import backward_hopper_launch as hopper
+except Exception:  # Gluon changes between versions of Triton: without it the kernel in Triton serves
+    hopper = None  # type: ignore[assignment]
 
 AGAIN = 4  # programs a multiprocessor that make again what failed: mostly nothing
 
@@ -143,9 +147,9 @@ class Side:
         tma = bool(parts) or (has_tma(target) and all(map(takes_tma, streamed)))
         piped = tma or all(map(vectorised, streamed))
         config = backward_tile(problem, target, keys, makes, piped, 0 if mask is None else mask.element_size())
-        fast = backward_hopper_launch.config_of(problem, keys, read, mask is not None, target)
-        if fast is not None:
-            config, tma = backward_hopper_launch.with_care(fast), True
+        fast = hopper and hopper.config_of(problem, keys, read, mask is not None, target)
+        if fast:
+            config, tma = hopper.with_care(fast), True
         self.tile = BackwardTile(
             KEYS=keys,
             MAKES_A=makes[0],
@@ -180,9 +184,9 @@ class Side:
         few = min(tiles, AGAIN * target.multiprocessors)
         make = lambda programs: Starter(backward_kernel, programs, options_of(config), descriptors)
         self.starts = [(make(tiles), self.tile), (make(few), replace(self.tile, CAREFUL=True))]
-        self.fast: HopperSide | None = None
-        if fast is not None and makes[0]:
-            self.fast = HopperSide(problem, keys, makes[1], fast, own, streamed, of_rows, lengths, target)
+        self.fast: hopper.HopperSide | None = None
+        if fast and makes[0]:
+            self.fast = hopper.HopperSide(problem, keys, makes[1], fast, own, streamed, of_rows, lengths, target)
         self.zeros = 2 if self.fast else 1
 
     def pairs(self, read: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

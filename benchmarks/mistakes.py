@@ -19,5 +19,9 @@ from benchmarks.unwritten import unwritten
 def mistakes(kernel: Any) -> list[str]:
     """What is wrong with a kernel's machine code; nothing, if it is as the PTX asks."""
     code = [flow(function) for function in functions(disassembled(kernel))]
-    by_function = (line for function in code for line in (*unwritten(function), *overwritten(function)))
-    return [*differences(kernel.asm["ptx"], code), *by_function]
+    ptx = kernel.asm["ptx"]
+    return [
+        *differences(ptx, code),
+        *overwritten(ptx, code),
+        *(line for function in code for line in unwritten(function)),
+    ]

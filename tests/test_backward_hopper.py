@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int, int, dict[str, Any]]] = {
     "few": (1, 2, 2, 3, 5, 128, 128, {}),
     "nothing seen": (1, 1, 1, 200, 200, 64, 64, {"window": (0, 0), "q_start": 150}),
     "lengths": (3, 1, 1, 70, 300, 64, 64, {"causal": True, "kv_lens": LENGTHS}),
+    "lengths, full": (3, 2, 2, 70, 300, 64, 64, {"kv_lens": LENGTHS}),
     "packed": (1, 2, 1, 300, 300, 64, 128, {"causal": True, "packed": True}),
 }
 NEEDS = {"all": (True, True, True), "q": (True, False, False), "k": (False, True, False), "v": (False, False, True)}
@@ -49,8 +52,13 @@ def gradients(
     problem, inputs, out, lse, d_out, expected = posed(case, dtype, seed)
     call = backward_launch.Call(problem, inputs, d_out, (*needs, False, False), HOPPER)
     grads = [torch.full_like(x, torch.nan) for x in inputs[:3]]
-    made = run(call, inputs, out, lse, d_out, grads, seed, sources or Sources())
-    return [(grads[i], expected[i]) for i in made], call
+    ran = run(call, inputs, out, lse, d_out, grads, seed, sources or Sources())
+    for side, _, any_failed, failed in ran:
+        assert any_failed == 0
+        assert not (failed > 0).any()
+        assert problem.features.varlen or (failed == 0).all()  # each tile has said so
+        assert side.fast
+    return [(grads[i], expected[i]) for _, made, *_ in ran for i in made], call
 
 
 def posed(case: str, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
@@ -83,15 +91,15 @@ def posed(case: str, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
 def run(
     call: backward_launch.Call, inputs: Inputs, out: Tensor, lse: Tensor, d_out: Tensor, grads: list[Tensor], seed: int,
     sources: Sources,
-) -> list[int]:  # fmt: skip
-    """Runs the usual launches of sides that the kernel takes; returns which gradients those make."""
+) -> list[tuple[Any, list[int], Tensor, Tensor]]:  # fmt: skip
+    """Runs the usual launches of sides that the kernel takes: (side, which gradients it makes, any, failed) of each."""
     features = call.problem.features
     room = backward_launch.Rows.room(features, lse.float())
     rows = backward_launch.Rows(features, room)
     rows.m.copy_(torch.where(lse == -torch.inf, torch.inf, lse * LOG2E))
     delta = (d_out.double() * out).sum(-1)
     rows.delta.copy_(delta.T if features.varlen else delta)
-    read, made = (*inputs[:3], d_out), []
+    read, ran = (*inputs[:3], d_out), []
     kernel = sources.load(backward_hopper.__name__).backward_hopper_kernel
     for side in call.sides:
         if side.fast is None:
@@ -104,12 +112,10 @@ def run(
         args = side.fast.arguments(own, streamed, written, rows.m, rows.delta, zeros[1],
                                    score_args(call.problem, inputs))  # fmt: skip
         launch(kernel, side.fast.start.grid[0], side.fast.start.described(args), seed)
-        assert zeros[0] == 0
-        assert not (failed > 0).any()
-        assert features.varlen or (failed == 0).all()  # each tile has said so
         makes = (True, side.fast.tile.MAKES_B)
-        made += [i for i, makes_it in zip(of_own, makes, strict=True) if makes_it]
-    return made
+        made = [i for i, makes_it in zip(of_own, makes, strict=True) if makes_it]
+        ran.append((side, made, zeros[0], failed))
+    return ran
 
 
 def close(grad: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -137,7 +143,33 @@ def test_what_is_not_needed_changes_no_bit(case):
     assert (side.tile.BLOCK_M, side.tile.BLOCK_N) == (call.sides[0].fast.tile.BLOCK_M, call.sides[0].fast.tile.BLOCK_N)
 
 
+@pytest.mark.parametrize("case", ["causal", "lengths, full", "causal, 128", "window, 128", "many"])
+def test_rows_that_are_not_finite_are_told_of(case):
+    """Each, wherever its tile lies, and no other; of what lies behind a sequence's last key none."""
+    problem, inputs, out, lse, d_out, _ = posed(case, torch.bfloat16, 2)
+    d_out[:, -1, d_out.shape[2] * 3 // 4, 2] = torch.inf  # of the last head, not in the first tile
+    if inputs.kv_lens is not None:
+        for b, length in enumerate(inputs.kv_lens.tolist()):
+            inputs.k[b, :, length:], inputs.v[b, :, length:] = torch.nan, torch.nan
+    call = backward_launch.Call(problem, inputs, d_out, (*NEEDS["all"], False, False), HOPPER)
+    grads = [torch.full_like(x, torch.nan) for x in inputs[:3]]
+    ((side, made, any_failed, failed),) = run(call, inputs, out, lse, d_out, grads, 2, Sources())
+    tile = side.fast.tile
+    spoiled = torch.stack([~grads[i].isfinite().all(-1) for i in made]).any(0)  # [batch, head, row]
+    tiles = torch.nn.functional.pad(spoiled, (0, -spoiled.shape[-1] % tile.BLOCK_M)).unflatten(-1, (-1, tile.BLOCK_M))
+    order = tiles.flip(2) if tile.SEEN.right else tiles
+    assert torch.equal(failed.view(order.shape) != 0, order)
+    assert spoiled.any()
+    assert not spoiled.all()
+    assert any_failed == 1
+    if inputs.kv_lens is not None:
+        assert all((grads[i][b, :, length:] == 0).all() for i in made for b, length in enumerate(inputs.kv_lens))
+
+
 def test_without_gluon_the_kernel_in_triton_serves(monkeypatch):
+    hide = "import sys; sys.modules['triton.experimental.gluon'] = None; "
+    found = hide + "from flashattn_lite.kernels import backward_launch; sys.exit(backward_launch.hopper is not None)"
+    assert subprocess.run([sys.executable, "-c", found], check=False).returncode == 0
     monkeypatch.setattr(backward_launch, "hopper", None)
     problem, inputs, _, _, d_out, _ = posed("causal", torch.bfloat16, 1)
     call = backward_launch.Call(problem, inputs, d_out, (*NEEDS["all"], False, False), HOPPER)

@@ -62,7 +62,11 @@ def test_what_is_read_too_early(lines, missing):
         ([".L_x_0:", "LDSM.16.M88.4 R88, [R4]", "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24",
           "F2FP.BF16.F32.PACK_AB R90, R3, R2", "@P1 BRA `(.L_x_0)"], 0),
         (["LDSM.16.M88.4 R88, [R4]", "F2FP.BF16.F32.PACK_AB R91, R3, R2",
-          "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24"], 0),  # by one way only
+          "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24"], 1),  # in parts
+        # What is copied is what it was.
+        (["LDSM.16.M88.4 R88, [R4]", ".L_x_0:", "IMAD.MOV.U32 R40, RZ, RZ, R88", "MOV R41, R89",
+          "HGMMA.64x64x16.F32.BF16 R24, R40, gdesc[UR16], R24", "F2FP.BF16.F32.PACK_AB R88, R3, R2",
+          "@P1 BRA `(.L_x_0)"], 1),
         (["LDSM.16.M88.4 R88, [R4]", "@P0 F2FP.BF16.F32.PACK_AB R91, R3, R2",
           "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR16], R24"], 1),
         (["LDSM.16.M88.4 R88, [R4]", ".L_x_0:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24",
@@ -70,7 +74,27 @@ def test_what_is_read_too_early(lines, missing):
     ],
 )  # fmt: skip
 def test_a_factor_is_not_overwritten(lines, found):
-    assert len(overwritten(sass.flow(listed(*lines)))) == found
+    assert len(overwritten("", [sass.flow(listed(*lines))])) == found
+
+
+def test_as_many_factors_are_loaded_as_the_ptx_has():
+    """Also where a first step is by itself, so that each later one has what was packed by all ways."""
+    ptx = """
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r9];
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1, %f2}, {%r1,%r2,%r3,%r4}, %rd1, 1, 1, 1, 0;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f3, %f4}, {%r5,%r6,%r7,%r8}, %rd1, 1, 1, 1, 0;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1, %f2}, {%r1,%r2,%r3,%r4}, %rd1, 1, 1, 1, 0;
+    """
+    product = "HGMMA.64x64x16.F32.BF16 R24, R{}, gdesc[UR16], R24"
+
+    def code(to: int) -> sass.Flow:
+        packed = [f"F2FP.BF16.F32.PACK_AB R{to + i}, R3, R2" for i in range(4)]
+        again = [".L_x_0:", product.format(88), *packed, product.format(to), "@P1 BRA `(.L_x_0)"]
+        lines = ["LDSM.16.M88.4 R88, [R4]", product.format(88), *packed, product.format(to), *again]
+        return sass.flow(listed(*lines))
+
+    assert overwritten(ptx, [code(92)]) == []
+    assert overwritten(ptx, [code(88)]) == ["1 products multiply what was loaded, for 2 of the PTX"]
 
 
 def test_each_function_is_looked_at_by_itself():

@@ -19,7 +19,7 @@ Barriers (mbarrier; each side counts its own phase)
   full[STAGES]   TMA -> consumers: a tile of c and d, and     empty[STAGES]   each consumer: its products have used it
                  the producer: of m and delta
 Shared memory (bytes): (BLOCK_M + STAGES * BLOCK_N) * (D + Dv) * 2, with KEYS STAGES * BLOCK_N * 8 more; a consumer's
-gradients leave through 64 * D * 2.
+gradients leave through 8 KiB.
 Bytes moved: c and d once for every tile of own rows, mostly from L2, all else once.
 Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2; Shah et al., FlashAttention-3 (arXiv 2407.08608): roles.
 """

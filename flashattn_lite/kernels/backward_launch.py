@@ -184,7 +184,7 @@ class Side:
         few = min(tiles, AGAIN * target.multiprocessors)
         make = lambda programs: Starter(backward_kernel, programs, options_of(config), descriptors)
         self.starts = [(make(tiles), self.tile), (make(few), replace(self.tile, CAREFUL=True))]
-        self.fast: hopper.HopperSide | None = None
+        self.fast: hopper.HopperSide | None = None  # its usual launch by the Hopper kernel, where that takes it
         if fast and makes[0]:
             self.fast = hopper.HopperSide(problem, keys, makes[1], fast, own, streamed, of_rows, lengths, target)
         self.zeros = 2 if self.fast else 1
@@ -203,16 +203,14 @@ class Side:
         of each row.
         """
         own, streamed = self.pairs(read)
-        any_failed = zeros[0]
+        written = (*grads, zeros[0], failed)
         for start, tile in self.starts:
             if self.fast and not tile.CAREFUL:
-                written = (*grads, any_failed, failed)
                 args = self.fast.arguments(own, streamed, written, rows.m, rows.delta, zeros[1], scores)
                 yield self.fast.start, args
-                continue
-            of_rows = (rows.exact if tile.CAREFUL else rows.m, rows.log_l, rows.delta)
-            written = (*grads, any_failed, failed, *of_rows)
-            yield start, (*own, *streamed, *written, *self.numbers, scores, self.features, tile)
+            else:
+                of_rows = (rows.exact if tile.CAREFUL else rows.m, rows.log_l, rows.delta)
+                yield start, (*own, *streamed, *written, *of_rows, *self.numbers, scores, self.features, tile)
 
 
 class MaskSide:
@@ -299,10 +297,10 @@ class Call:
         make = torch.zeros_like if self.problem.features.varlen else torch.empty_like  # rows that no sequence covers
         grads = [make(x) if need and x is not None else None for x, need in zip(inputs[:4], self.needs, strict=False)]
         failed = lse.new_empty(sum(side.owned for side in self.sides), dtype=torch.int32)
-        count = sum(side.zeros for side in self.sides)
-        zeros = [counters.next(lse.device) if lse.is_cuda else failed.new_zeros(1) for _ in range(count)]
+        zero = lambda: counters.next(lse.device) if lse.is_cuda else failed.new_zeros(1)
+        zeros = [zero() for side in self.sides for _ in range(side.zeros)]
         rows = Rows.room(self.problem.features, lse)
-        return grads, [rows, failed, *zeros, *(parts.empty() for parts in self.parts)]
+        return grads, [rows, failed, *(parts.empty() for parts in self.parts), *zeros]
 
     def launches(
         self,
@@ -317,8 +315,7 @@ class Call:
         """In their order, with their arguments; grads and rooms as they were allocated."""
         problem, scores = self.problem, score_args(self.problem, inputs)
         of_rows, failed, *others = rooms
-        count = sum(side.zeros for side in self.sides)
-        zeros, of_parts = iter(others[:count]), others[count:]
+        of_parts, zeros = others[: len(self.parts)], iter(others[len(self.parts) :])
         rows = Rows(problem.features, of_rows)
         q, k, v = inputs[:3]
         steps = (strides(x, problem.features.varlen) for x in (q, k, out, d_out))

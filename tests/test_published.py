@@ -193,21 +193,6 @@ def cut(ratio, digits=3):
     return f"{math.floor(ratio * 10**digits) / 10**digits:.{digits}f}"
 
 
-def test_what_the_backward_had_before_is_that_of_the_results():
-    cells = tables.speeds(tables.results()("backward_50b1d6c"), "tflops", "head_dim", "causal", "len_q")
-    now = tables.speeds(tables.results()("backward"), "tflops", "head_dim", "causal", "len_q")
-    page, means = " ".join(PAGE.split()), []
-    for rival, name in (("sdpa-cudnn", "cuDNN"), ("fa3", "FA3")):
-        ratios = {key: cell["flashattn_lite"] / cell[rival] for key, cell in cells.items()}
-        missing = [f"{ratio:.2f}" for key, ratio in ratios.items() if key not in now]
-        assert f"{missing[0]}, {missing[1]} and {missing[2]} of {name}'s" in page
-        again = [ratio for key, ratio in ratios.items() if key in now]
-        means.append([f"{tables.geometric_mean(of):.2f}" for of in (ratios.values(), again)])
-    ((cudnn, cudnn_again), (fa3, fa3_again)) = means
-    text = f"all {len(cells)} at {cudnn} and {fa3} in the mean, the {len(now)} at {cudnn_again} and {fa3_again}"
-    assert text in page
-
-
 def test_the_first_training_step_is_that_of_the_results():
     rows = tables.results()("first_step")
     (first,), (again,) = (tables.speeds(rows, name, "len_q").values() for name in ("first_s", "again_s"))

@@ -27,10 +27,11 @@ class Work:
     rival: str = "sdpa"
 
 
-def llama(hidden: int, heads: int, heads_kv: int, inner: int, layers: int = LAYERS) -> nn.Module:
+def llama(hidden: int, heads: int, heads_kv: int, inner: int, layers: int = LAYERS, cached: bool = True) -> nn.Module:
+    """cached: it keeps keys and values for tokens to come, as models do that nobody tells otherwise."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads_kv, use_cache=False,
+    config = LlamaConfig(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads_kv, use_cache=cached,
                          intermediate_size=inner, num_hidden_layers=layers, vocab_size=32000,
                          max_position_embeddings=65536)  # fmt: skip
     return LlamaForCausalLM(config)
@@ -54,6 +55,20 @@ class Answering(nn.Module):
         # By place, behind mask and positions: versions of transformers name the cache by one name or another.
         step = lambda x: self.model(x, None, None, cache, use_cache=True).logits
         return (torch.cat([step(x) for x in input_ids.split(1, dim=1)], 1),)
+
+
+def mistral() -> nn.Module:
+    """Mistral 7B, whose layers have a window of 4096."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(num_hidden_layers=LAYERS))
+
+
+def gpt_oss() -> nn.Module:
+    """gpt-oss 20B with 4 of its 32 experts: every second layer has a window of 128."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(num_hidden_layers=LAYERS, num_local_experts=4, vocab_size=32000))
 
 
 def gemma2() -> nn.Module:
@@ -171,6 +186,10 @@ def llama_8b() -> nn.Module:
     return llama(4096, 32, 8, 14336)
 
 
+def llama_1b() -> nn.Module:
+    return llama(2048, 32, 8, 8192, cached=False)
+
+
 def answer(device: str, batch: int, cached: int, count: int = 16) -> Inputs:
     """So many tokens, after a prompt of Llama 8B."""
     cache = {name: normal(device, batch, 8, cached, 128) for name in ("keys", "values")}
@@ -181,6 +200,9 @@ WORKS = {
     "llama-8b-512": Work(llama_8b, lambda device: prompt(device, 512), compiled=True),
     "llama-8b-2k": Work(llama_8b, lambda device: prompt(device, 2048), compiled=True),
     "llama-8b-16k": Work(llama_8b, lambda device: prompt(device, 16384)),
+    "llama-8b-padded": Work(llama_8b, lambda device: {**padded(device, 4, 2048), "logits_to_keep": 1}),
+    "mistral-7b-16k": Work(mistral, lambda device: prompt(device, 16384)),
+    "gpt-oss-4k": Work(gpt_oss, lambda device: prompt(device, 4096), rival="eager"),
     "llama-8b-answer-1x2k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 1, 2048)),
     "llama-8b-answer-16x8k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 16, 8192)),
     "gemma2-9b-4k": Work(gemma2, lambda device: prompt(device, 4096), rival="eager"),
@@ -190,8 +212,6 @@ WORKS = {
     "flux": Work(flux, lambda device: flux_inputs(device, 64, 512), compiled=True),
     "sdxl": Work(sdxl, sdxl_inputs),
     "wan-480p": Work(wan, wan_inputs),
-    "llama-1b-train": Work(
-        lambda: llama(2048, 32, 8, 8192), lambda device: learning(device, 4, 2048), training=True, compiled=True
-    ),
+    "llama-1b-train": Work(llama_1b, lambda device: learning(device, 4, 2048), training=True, compiled=True),
     "vit-l-train": Work(vit, lambda device: {"pixel_values": normal(device, 64, 3, 224, 224)}, training=True),
 }

@@ -13,6 +13,7 @@ from flashattn_lite.api import attention
 from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, type_error, value_error
+from flashattn_lite.integrations import bounds
 from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
 from flashattn_lite.integrations.packing import check_chosen, check_packing, packed_forward, same_sequence
 from flashattn_lite.watchers import shares_out
@@ -33,13 +34,15 @@ def register(name: str = "attn_lite") -> None:
             FlashAttention, nor one of its own. Once more does nothing.
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
-    that they would say. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys.
-    Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids
-    that start anew, if the model hands them to its masks: transformers then makes a mask of all pairs, but none beside
-    a cache, where such sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are counted
-    from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that
-    a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are
-    read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
+    that they would say. A causal mask, of a layer's window too, is not read beyond what may be seen, nor at all where
+    nothing is padded (from transformers 5.8 on; not of a static cache). Grouped heads, soft caps (Gemma) and sinks
+    (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept apart by `cu_seq_lens_q` and
+    `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the model hands them to its masks:
+    transformers then makes a mask of all pairs, but none beside a cache, where such sequences are not kept apart.
+    Beside a cache, or by lengths alone, chunks (Llama 4) are counted from the row's start and Doge chooses among all of
+    it: pack by position_ids with `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5,
+    MiniMax-M3) become a mask, as for torch's function: all keys are read still. Such models pack by position_ids,
+    MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column
@@ -98,9 +101,10 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     # That no mask means causal is for modules to say, of which those may not that torch's function is not for. And
     # layers that share keys may keep the last queries only: those are not causal from the first key on.
     silent = functions == "others" and kind not in SAY_CAUSAL
-    if getattr(config, "num_kv_shared_layers", 0) or silent:
-        options["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, config=config, **options)
+    skip = {"allow_is_causal_skip": False} if getattr(config, "num_kv_shared_layers", 0) or silent else {}
+    with bounds.counting_versions():
+        mask = sdpa_mask(*args, config=config, **{**options, **skip})
+    return bounds.tell(mask, config, options)
 
 
 def not_served(config: Any) -> NotImplementedError:
@@ -228,12 +232,16 @@ def attention_forward(
     """
     check_taken(module, query, key, value, attention_mask, dropout, cache, others)
     check_packing(query, key, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+    told = bounds.of(attention_mask, query.shape[2], key.shape[2])
     query, key, value, attention_mask = lowered(query.device, query, key, value, attention_mask)
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, say
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    distance: dict[str, Any] = {"causal": causal, "q_start": 0 if causal else None}  # a static cache has room for more
+    if told is not None and cu_seq_lens_q is None and indices is None and block_indices is None:
+        distance, attention_mask = told.options(), None if told.alone else attention_mask
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
         unmasked = attention_mask is None and position_bias is None and indices is None and block_indices is None
@@ -249,9 +257,8 @@ def attention_forward(
         query,
         key,
         value,
-        causal=causal,
-        q_start=0 if causal else None,  # a static cache is longer than what has been written
         mask=biased(attention_mask, position_bias),
+        **distance,
         **options,
     )
     if block_indices is not None and attention_mask is not None:

@@ -1,0 +1,89 @@
+"""What a mask of transformers hides by distance alone, told beside it: kernels then skip what they would read hidden.
+
+A padded batch has a mask that is causal, too, and a layer with a window has one from a prompt of that length on: all
+L x S pairs of booleans. Who knows where the mask ends before and behind each query visits those keys alone; and where
+nothing else is hidden, the mask is not read at all, nor made in compiled code, which drops what nobody reads.
+
+Bounds are told to the mask as an attribute, so they go where it goes, through a compiler too, and no further.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashattn_lite.flops import known
+from flashattn_lite.watchers import transformed
+
+NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
+
+
+class Bounds(NamedTuple):
+    """Of a mask (B, 1, L, S): it hides key j from query i unless i + q_start - left <= j <= i + q_start."""
+
+    q_start: int
+    left: int | None
+    alone: bool  # that is all that it hides
+    version: int | None  # of the mask: whoever writes into it makes another; None in compiled code, which can't ask
+
+    def options(self) -> dict[str, Any]:
+        """For `attention`."""
+        return {"q_start": self.q_start, "window": (self.left, 0)}
+
+
+def counting_versions() -> AbstractContextManager[Any]:
+    """Within this a mask is one of which `of` can say whether somebody has written into it since."""
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inference else nullcontext()
+
+
+def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | None:
+    """The mask that transformers made of these options, with its bounds if they are known.
+
+    Source: transformers 5.24, create_causal_mask and create_sliding_window_causal_mask, for what the options mean.
+    Before 5.8 they say otherwise where queries begin, and a static cache has a number on the GPU for it: not known.
+    """
+    q_start, kv_start = options.get("q_offset"), options.get("kv_offset", 0)
+    if mask is None or options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
+        return mask
+    local, chunk = options.get("local_size"), getattr(config, "attention_chunk_size", None)
+    # Where transformers might leave causality to a flag, that is what the mask says, and a layer's window or chunk.
+    if not options.get("allow_is_causal_skip", True) or (local is None and not causal(options.get("mask_function"))):
+        return mask
+    windowed = local is not None and chunk is None and local == getattr(config, "sliding_window", None)
+    alone = (windowed or local is None) and nothing_padded(options.get("attention_mask"), kv_start, mask.shape[-1])
+    left = options["local_size"] - 1 if windowed else None
+    setattr(mask, NAME, Bounds(q_start - kv_start, left, alone, version_of(mask)))
+    return mask
+
+
+def causal(function: Any) -> bool:
+    """Whether a mask function is causality and no more."""
+    from transformers.masking_utils import causal_mask_function
+
+    return function is causal_mask_function
+
+
+def nothing_padded(padding: Tensor | None, first: int, count: int) -> bool:
+    """Whether all of these keys are there, as far as anybody may look: not where a graph is made that others use."""
+    if padding is None:
+        return True
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed(padding) or not known(padding):
+        return False
+    return padding.shape[-1] >= first + count and bool(padding[:, first : first + count].all())
+
+
+def of(mask: Tensor | None, len_q: int, len_k: int) -> Bounds | None:
+    """What was told of this mask, if it still is that one."""
+    bounds: Bounds | None = getattr(mask, NAME, None)
+    if mask is None or bounds is None or mask.shape[-2:] != (len_q, len_k) or version_of(mask) != bounds.version:
+        return None
+    return bounds
+
+
+def version_of(mask: Tensor) -> int | None:
+    """How often somebody has written into the mask."""
+    return None if torch.compiler.is_compiling() else mask._version

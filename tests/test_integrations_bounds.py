@@ -1,0 +1,210 @@
+"""Masks of transformers with what is known of them: kernels visit fewer keys, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+import flashattn_lite as fa
+from flashattn_lite.integrations import bounds
+from flashattn_lite.integrations import transformers as integration
+from flashattn_lite.target import interpreting
+from tests import test_integrations
+from tests.test_integrations import assert_close, pair, registered, tokens
+
+__all__ = ["registered"]  # a fixture of all that is here
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+pytestmark = pytest.mark.skipif(interpreting(), reason="whole models take too long through the interpreter")
+WINDOW = test_integrations.WINDOW["sliding_window"]
+# Models of tests/test_integrations.py and the windows of their two layers.
+MODELS = {
+    "llama": (None, None),
+    "mistral": (WINDOW, WINDOW),
+    "gemma2": (WINDOW, None),
+    "gpt_oss": (WINDOW, None),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `attention` is asked for."""
+    asked = []
+
+    def spy(*tensors, **options):
+        asked.append(options)
+        return fa.attention(*tensors, **options)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return asked
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padded", ["", "left", "right", "ones"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_visit_what_their_mask_may_show(device, name, padded, mode, calls):
+    ours, theirs = pair(name, device)
+    x = tokens(device)
+    mask = torch.ones_like(x)
+    if padded in ("left", "right"):
+        mask[0, slice(9) if padded == "left" else slice(-9, None)] = 0
+    given = {"attention_mask": mask} if padded else {}
+    with mode():
+        mine, expected = (model(x, **given).logits[mask.bool()] for model in (ours, theirs))
+    assert_close(mine, expected)
+    for options, window in zip(calls, MODELS[name], strict=True):
+        bare = padded not in ("left", "right")
+        assert (options["mask"] is None) == bare  # of windows too, and of a batch of which nothing is padded
+        if bare and window is None:
+            assert options["causal"]
+        else:
+            assert options["window"] == (window and window - 1, 0)
+        assert options["q_start"] == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_prompt_beside_a_cache(device, name, padded, calls):
+    ours, theirs = pair(name, device)
+    x = tokens(device)
+    mask = torch.ones_like(x)
+    mask[0, : 3 * padded] = 0
+    logits = []
+    with torch.no_grad():
+        for model in (ours, theirs):
+            cache = model(x[:, :10], attention_mask=mask[:, :10])[1]
+            logits.append(model(x[:, 10:], mask, None, cache).logits)  # versions name the cache by one name or another
+    assert_close(*logits)
+    for options, window in zip(calls[2:], MODELS[name], strict=True):
+        kept = 10 if window is None else WINDOW - 1  # of the keys before
+        assert options["q_start"] == kept
+        assert options["window"] == (window and window - 1, 0)
+        assert (options["mask"] is None) == (not padded or window is not None)  # which begins behind the padding
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(device, name, padded, calls):
+    """Nobody reads a mask there: where one is given, it is kept."""
+    ours, theirs = pair(name, device)
+    given = {"attention_mask": torch.ones(2, 24, dtype=torch.long, device=device)} if padded else {}
+    with torch.no_grad():
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        assert_close(compiled(tokens(device), **given).logits, theirs(tokens(device), **given).logits)
+    for options, window in zip(calls, MODELS[name], strict=True):
+        assert (options["mask"] is None) == (not padded)
+        if padded or window:
+            assert options["window"] == (window and window - 1, 0)
+        else:
+            assert options["causal"]
+
+
+def band(bounds_, len_q, len_k):
+    at = torch.arange(len_k) - torch.arange(len_q)[:, None] - bounds_.q_start
+    return (at <= 0) & (at >= -(len_k + len_q if bounds_.left is None else bounds_.left))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_mask_shows_nothing_beyond_its_bounds(data):
+    config = transformers.LlamaConfig()
+    config.sliding_window = data.draw(st.integers(1, 12))
+    chunk = data.draw(st.sampled_from([None, config.sliding_window, 5]))
+    if chunk:
+        config.attention_chunk_size = chunk
+    len_q, before, first = (data.draw(st.integers(low, 12)) for low in (1, 0, 0))
+    first = min(first, before)
+    len_k = len_q + before - first + data.draw(st.integers(0, 3))
+    padding = data.draw(st.sampled_from([None, "ones", "some", "short"]))
+    count = first + len_k - (padding == "short")
+    rows = [data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(2)]
+    padding = None if padding is None else torch.ones(2, count).bool() if padding != "some" else torch.tensor(rows)
+    kind = data.draw(st.sampled_from(["causal", "window", "chunk", "and", "or"]))
+    function, local = masking_utils.causal_mask_function, None
+    if kind == "window":
+        local = config.sliding_window
+        function = masking_utils.sliding_window_causal_mask_function(local)
+    elif kind == "chunk":
+        local = chunk or 5
+        config.attention_chunk_size = local
+        function = masking_utils.chunked_causal_mask_function(local, torch.zeros(2, dtype=torch.int64))
+    elif kind != "causal":
+        join = masking_utils.and_masks if kind == "and" else masking_utils.or_masks
+        function = join(function, lambda b, h, q, k: (q + k) % 3 == 0)
+    options = {"local_size": local} if local else {}
+    mask = integration.attention_mask(
+        batch_size=2, q_length=len_q, kv_length=len_k, q_offset=before, kv_offset=first, mask_function=function,
+        attention_mask=padding, allow_is_causal_skip=kind not in ("and", "or"), config=config,
+        device=torch.device("cpu"), **options,
+    )  # fmt: skip
+    told = bounds.of(mask, len_q, len_k)
+    if told is None:
+        assert mask is None or len_q == 1 or kind in ("and", "or")
+        return
+    seen = band(told, len_q, len_k)
+    assert not (mask & ~seen).any()
+    if told.alone:
+        assert bool((mask == seen).all())
+    else:
+        assert kind == "chunk" or padding is not None or (kind == "window" and chunk)
+
+
+def told_mask(**options):
+    given = {"batch_size": 2, "q_length": 5, "kv_length": 9, "q_offset": 4, **options}
+    function = masking_utils.causal_mask_function
+    return integration.attention_mask(
+        mask_function=function, config=transformers.LlamaConfig(), device=torch.device("cpu"), **given
+    )
+
+
+def test_what_was_done_to_a_mask_since_is_noticed():
+    mask = told_mask()
+    assert bounds.of(mask, 5, 9) == (4, None, True, mask._version)
+    assert bounds.of(mask, 5, 8) is None
+    for other in (mask[:, :, -5:], mask[..., :9], mask | False, mask.clone(), mask.float()):
+        assert bounds.of(other, 5, 9) is None
+    mask[:1, ..., 0, 8] = True
+    assert bounds.of(mask, 5, 9) is None
+    with torch.inference_mode():
+        mask = told_mask()
+        assert bounds.of(mask, 5, 9)
+        mask[:1, ..., 0, 8] = True
+        assert bounds.of(mask, 5, 9) is None
+
+
+def test_padding_is_not_read_where_others_may_run_what_is_made():
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    assert bounds.of(told_mask(attention_mask=padding), 5, 9).alone
+    seen = []
+
+    def traced(x):
+        seen.append(bounds.nothing_padded(x, 0, 9))
+        return x.logical_not()
+
+    torch.jit.trace(traced, padding, check_trace=False)
+    torch.vmap(traced)(padding)
+    torch.compile(traced, backend="eager")(padding)
+    traced(padding.to("meta"))
+    assert seen == [False] * len(seen)
+    assert len(seen) >= 4
+
+
+def test_a_static_caches_offset_is_not_read():
+    assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None
+
+
+def test_a_layer_compiled_by_itself_takes_the_mask_as_it_is():
+    """What was told outside can't be looked at again there, and what changes with a cache would compile it anew."""
+    frames = CompileCounter()
+
+    @torch.compile(backend=frames)
+    def known(mask, x):
+        return x + (bounds.of(mask, 5, x.shape[0]) is not None)
+
+    for before in range(4, 16):
+        assert not known(told_mask(kv_length=5 + before, q_offset=before), torch.zeros(5 + before)).any()
+    assert frames.frame_count <= 2

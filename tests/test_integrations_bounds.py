@@ -113,8 +113,6 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     config = transformers.LlamaConfig()
     config.sliding_window = data.draw(st.integers(1, 12))
     chunk = data.draw(st.sampled_from([None, config.sliding_window, 5]))
-    if chunk:
-        config.attention_chunk_size = chunk
     len_q, before, first = (data.draw(st.integers(low, 12)) for low in (1, 0, 0))
     first = min(first, before)
     len_k = len_q + before - first + data.draw(st.integers(0, 3))
@@ -122,27 +120,28 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     count = first + len_k - (padding == "short")
     rows = [data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(2)]
     padding = None if padding is None else torch.ones(2, count).bool() if padding != "some" else torch.tensor(rows)
-    kind = data.draw(st.sampled_from(["causal", "window", "chunk", "and", "or"]))
+    kind = data.draw(st.sampled_from(["causal", "window", "chunk"]))
     function, local = masking_utils.causal_mask_function, None
     if kind == "window":
         local = config.sliding_window
         function = masking_utils.sliding_window_causal_mask_function(local)
     elif kind == "chunk":
-        local = chunk or 5
-        config.attention_chunk_size = local
+        local = chunk or config.sliding_window + 1
         function = masking_utils.chunked_causal_mask_function(local, torch.zeros(2, dtype=torch.int64))
-    elif kind != "causal":
-        join = masking_utils.and_masks if kind == "and" else masking_utils.or_masks
+    if chunk:
+        config.attention_chunk_size = chunk
+    join = data.draw(st.sampled_from([None, masking_utils.and_masks, masking_utils.or_masks]))
+    if join is not None:
         function = join(function, lambda b, h, q, k: (q + k) % 3 == 0)
     options = {"local_size": local} if local else {}
     mask = integration.attention_mask(
         batch_size=2, q_length=len_q, kv_length=len_k, q_offset=before, kv_offset=first, mask_function=function,
-        attention_mask=padding, allow_is_causal_skip=kind not in ("and", "or"), config=config,
+        attention_mask=padding, allow_is_causal_skip=join is None, config=config,
         device=torch.device("cpu"), **options,
     )  # fmt: skip
     told = bounds.of(mask, len_q, len_k)
     if told is None:
-        assert mask is None or len_q == 1 or kind in ("and", "or")
+        assert mask is None or len_q == 1 or join is not None
         return
     seen = band(told, len_q, len_k)
     assert not (mask & ~seen).any()
@@ -154,10 +153,8 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
 
 def told_mask(**options):
     given = {"batch_size": 2, "q_length": 5, "kv_length": 9, "q_offset": 4, **options}
-    function = masking_utils.causal_mask_function
-    return integration.attention_mask(
-        mask_function=function, config=transformers.LlamaConfig(), device=torch.device("cpu"), **given
-    )
+    given = {"mask_function": masking_utils.causal_mask_function, **given}
+    return integration.attention_mask(config=transformers.LlamaConfig(), device=torch.device("cpu"), **given)
 
 
 def test_what_was_done_to_a_mask_since_is_noticed():
@@ -192,8 +189,16 @@ def test_padding_is_not_read_where_others_may_run_what_is_made():
     assert len(seen) >= 4
 
 
-def test_a_static_caches_offset_is_not_read():
-    assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None
+def test_what_is_not_known():
+    assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None  # of a static cache
+    assert bounds.of(told_mask(mask_function=masking_utils.bidirectional_mask_function), 5, 9) is None
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
+    assert bounds.of(told_mask(mask_function=chunks, local_size=3), 5, 9)[:3] == (4, None, False)
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, 0] = False
+    mask = told_mask(q_length=1, q_offset=8, attention_mask=padding)  # not worth a look in each step
+    assert mask is not None
+    assert bounds.of(mask, 1, 9) is None
 
 
 def test_a_layer_compiled_by_itself_takes_the_mask_as_it_is():

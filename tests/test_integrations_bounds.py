@@ -13,7 +13,7 @@ from flashattn_lite.integrations import bounds
 from flashattn_lite.integrations import transformers as integration
 from flashattn_lite.target import interpreting
 from tests import test_integrations
-from tests.test_integrations import assert_close, pair, registered, tokens
+from tests.test_integrations import SMALL, assert_close, pair, registered, tokens
 
 __all__ = ["registered"]  # a fixture of all that is here
 
@@ -86,6 +86,27 @@ def test_a_second_prompt_beside_a_cache(device, name, padded, calls):
         assert (options["mask"] is None) == (not padded or window is not None)  # which begins behind the padding
 
 
+@pytest.mark.skipif(not hasattr(transformers, "ModernBertConfig"), reason="not in this release")
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_whose_window_looks_both_ways(device, padded, calls):
+    mask = torch.ones(2, 24, dtype=torch.long, device=device)
+    mask[0, 15:] = not padded
+    outs = []
+    for implementation in ("attn_lite", "eager"):
+        sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "pad_token_id")}
+        config = transformers.ModernBertConfig(
+            num_hidden_layers=3, num_attention_heads=4, local_attention=8, attn_implementation=implementation, **sizes
+        )
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config).to(device).eval()
+        with torch.no_grad():
+            outs.append(model(tokens(device), attention_mask=mask).last_hidden_state[mask.bool()])
+    assert_close(*outs)
+    windows = [options["window"] for options in calls if "window" in options]
+    assert windows == [(4, 4)] * 2  # every third layer sees all
+    assert [options["mask"] is None for options in calls] == [not padded] * 3
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled(device, name, padded, calls):
@@ -104,7 +125,7 @@ def test_compiled(device, name, padded, calls):
 
 def band(bounds_, len_q, len_k):
     at = torch.arange(len_k) - torch.arange(len_q)[:, None] - bounds_.q_start
-    return (at <= 0) & (at >= -(len_k + len_q if bounds_.left is None else bounds_.left))
+    return (at <= bounds_.right) & (at >= -(len_k + len_q if bounds_.left is None else bounds_.left))
 
 
 @settings(max_examples=200, deadline=None)
@@ -120,11 +141,14 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     count = first + len_k - (padding == "short")
     rows = [data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(2)]
     padding = None if padding is None else torch.ones(2, count).bool() if padding != "some" else torch.tensor(rows)
-    kind = data.draw(st.sampled_from(["causal", "window", "chunk"]))
+    kind = data.draw(st.sampled_from(["causal", "window", "window both ways", "chunk"]))
     function, local = masking_utils.causal_mask_function, None
     if kind == "window":
         local = config.sliding_window
         function = masking_utils.sliding_window_causal_mask_function(local)
+    elif kind == "window both ways":
+        local = config.sliding_window
+        function = masking_utils.sliding_window_bidirectional_mask_function(local)
     elif kind == "chunk":
         local = chunk or config.sliding_window + 1
         function = masking_utils.chunked_causal_mask_function(local, torch.zeros(2, dtype=torch.int64))
@@ -134,21 +158,25 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     if join is not None:
         function = join(function, lambda b, h, q, k: (q + k) % 3 == 0)
     options = {"local_size": local} if local else {}
+    causal = kind != "window both ways"
+    options["allow_is_causal_skip"], options["allow_is_bidirectional_skip"] = (
+        join is None and way for way in (causal, not causal)
+    )
     mask = integration.attention_mask(
         batch_size=2, q_length=len_q, kv_length=len_k, q_offset=before, kv_offset=first, mask_function=function,
-        attention_mask=padding, allow_is_causal_skip=join is None, config=config,
+        attention_mask=padding, config=config,
         device=torch.device("cpu"), **options,
     )  # fmt: skip
     told = bounds.of(mask, len_q, len_k)
     if told is None:
-        assert mask is None or len_q == 1 or join is not None
+        assert mask is None or len_q == 1 or join is not None or (chunk and not causal)
         return
     seen = band(told, len_q, len_k)
     assert not (mask & ~seen).any()
     if told.alone:
         assert bool((mask == seen).all())
     else:
-        assert kind == "chunk" or padding is not None or (kind == "window" and chunk)
+        assert kind == "chunk" or padding is not None or ("window" in kind and chunk)
 
 
 def told_mask(**options):
@@ -159,7 +187,7 @@ def told_mask(**options):
 
 def test_what_was_done_to_a_mask_since_is_noticed():
     mask = told_mask()
-    assert bounds.of(mask, 5, 9) == (4, None, True, mask._version)
+    assert bounds.of(mask, 5, 9) == (4, None, 0, True, mask._version)
     assert bounds.of(mask, 5, 8) is None
     for other in (mask[:, :, -5:], mask[..., :9], mask | False, mask.clone(), mask.float()):
         assert bounds.of(other, 5, 9) is None
@@ -193,7 +221,7 @@ def test_what_is_not_known():
     assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None  # of a static cache
     assert bounds.of(told_mask(mask_function=masking_utils.bidirectional_mask_function), 5, 9) is None
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
-    assert bounds.of(told_mask(mask_function=chunks, local_size=3), 5, 9)[:3] == (4, None, False)
+    assert bounds.of(told_mask(mask_function=chunks, local_size=3), 5, 9)[:4] == (4, None, 0, False)
     padding = torch.ones(2, 9, dtype=torch.bool)
     padding[0, 0] = False
     mask = told_mask(q_length=1, q_offset=8, attention_mask=padding)  # not worth a look in each step

@@ -22,16 +22,17 @@ NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of 
 
 
 class Bounds(NamedTuple):
-    """Of a mask (B, 1, L, S): it hides key j from query i unless i + q_start - left <= j <= i + q_start."""
+    """Of a mask (B, 1, L, S): it hides key j from query i unless i + q_start - left <= j <= i + q_start + right."""
 
     q_start: int
     left: int | None
+    right: int
     alone: bool  # that is all that it hides
     version: int | None  # of the mask: whoever writes into it makes another; None in compiled code, which can't ask
 
     def options(self) -> dict[str, Any]:
         """For `attention`."""
-        return {"q_start": self.q_start, "window": (self.left, 0)}
+        return {"q_start": self.q_start, "window": (self.left, self.right)}
 
 
 def counting_versions() -> AbstractContextManager[Any]:
@@ -43,20 +44,27 @@ def counting_versions() -> AbstractContextManager[Any]:
 def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | None:
     """The mask that transformers made of these options, with its bounds if they are known.
 
-    Source: transformers 5.24, create_causal_mask and create_sliding_window_causal_mask, for what the options mean.
+    Source: transformers 5.24, create_causal_mask and create_(bidirectional_)sliding_window_..., for what options mean.
     Before 5.8 they say otherwise where queries begin, and a static cache has a number on the GPU for it: not known.
     """
     q_start, kv_start = options.get("q_offset"), options.get("kv_offset", 0)
     if mask is None or options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
         return mask
     local, chunk = options.get("local_size"), getattr(config, "attention_chunk_size", None)
-    # Where transformers might leave causality to a flag, that is what the mask says, and a layer's window or chunk.
-    if not options.get("allow_is_causal_skip", True) or (local is None and not causal(options.get("mask_function"))):
-        return mask
     windowed = local is not None and chunk is None and local == getattr(config, "sliding_window", None)
+    left: int | None
+    # Where transformers might leave causality, or no more than a window, to a flag, that is what the mask says, and a
+    # layer's window or chunk.
+    if options.get("allow_is_causal_skip", True):
+        if local is None and not causal(options.get("mask_function")):
+            return mask
+        left, right = options["local_size"] - 1 if windowed else None, 0
+    elif windowed and options.get("allow_is_bidirectional_skip"):
+        left = right = options["local_size"]
+    else:
+        return mask
     alone = (windowed or local is None) and nothing_padded(options.get("attention_mask"), kv_start, mask.shape[-1])
-    left = options["local_size"] - 1 if windowed else None
-    setattr(mask, NAME, Bounds(q_start - kv_start, left, alone, version_of(mask)))
+    setattr(mask, NAME, Bounds(q_start - kv_start, left, right, alone, version_of(mask)))
     return mask
 
 

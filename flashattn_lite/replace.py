@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class Report:
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
-        self._known: dict[Any, Kind] = {}  # by what is quick to ask, which says all of it
+        self._known: dict[Hashable, Kind] = {}  # by what `sdpa.recalled` says of a call
 
     @property
     def calls(self) -> int:
@@ -93,17 +93,16 @@ class Report:
         return "\n".join(lines)
 
     def _ran(
-        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
-        scale: Any = None, enable_gqa: Any = False,
+        self, alike: Hashable, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
+        is_causal: Any = False, scale: Any = None, enable_gqa: Any = False,
     ) -> None:  # fmt: skip
-        """Takes in a call of the function whose signature this is."""
+        """Takes in a call of torch's function. alike: of a known call, what `sdpa.recalled` says of it."""
         _here.counted += 1
-        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-        looks = _looks(given, is_causal)
-        if looks in self._known:
+        if alike in self._known:
             with _lock:
-                self.kinds[self._known[looks]] += 1
+                self.kinds[self._known[alike]] += 1
             return
+        given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         kind = _kind(given, is_causal) if all(isinstance(x, Tensor) for x in given[:3]) else None
         backend = "under a transform"
         if kind and not kind.transformed and kind not in self.backends and len(self.kinds) < MOST:
@@ -116,8 +115,8 @@ class Report:
             else:  # what a tracer or somebody's class stands for, too
                 self.others += 1
                 return
-            if looks is not None and len(self._known) < MOST:
-                self._known[looks] = kind
+            if alike is not None and len(self._known) < MOST:
+                self._known[alike] = kind
 
     def _refuses(self, error: Exception) -> None:
         text = str(error)
@@ -125,13 +124,6 @@ class Report:
         with _lock:
             if text in self.refused or len(self.refused) < MOST:
                 self.refused[text] = self.refused.get(text, 0) + 1
-
-
-def _looks(given: tuple[Any, ...], is_causal: Any) -> Any:
-    """What says of which kind a call is, in a model's usual ones; None: of others."""
-    if type(is_causal) is not bool or _transformed(given) or autocasts(given[0].device):
-        return None
-    return (*[x.shape for x in given], given[0].dtype, given[0].device, is_causal)
 
 
 def _kind(given: tuple[Any, ...], is_causal: Any) -> Kind:
@@ -173,6 +165,13 @@ def _asked_first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, .
     return given
 
 
+def _known(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Hashable] | None:
+    try:
+        return sdpa.recalled(*args, **options)
+    except TypeError:  # of arguments that the function itself refuses by its name
+        return None
+
+
 class _Standing:
     """Ours in the place of what stood there `before`. Taken out of the middle, it hands on what still calls it."""
 
@@ -189,14 +188,14 @@ class _Standing:
                 counted = _here.counted
                 out = handle_torch_function(self.function, asked, *args, **options)
                 if _here.counted == counted:  # they did not hand it back
-                    report._ran(*args, **options)
+                    report._ran(None, *args, **options)
                 return out
             try:
-                out = sdpa.scaled_dot_product_attention(*args, **options)
+                out, alike = _known(args, options) or (sdpa.scaled_dot_product_attention(*args, **options), None)
             except (ValueError, TypeError, NotImplementedError) as error:
                 report._refuses(error)
                 raise
-            report._ran(*args, **options)
+            report._ran(alike, *args, **options)
             return out
 
         scaled_dot_product_attention.standing = self  # type: ignore[attr-defined]

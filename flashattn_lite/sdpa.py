@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, tensors, *tensors, dropout_p, is_causal, scale, enable_gqa
         )
-    done = _recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    done = recalled(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if done is not None:
-        return done
+        return done[0]
     out = _attend(*_checked(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     return operators.reshaped(out, out.shape[1:]) if max(query.dim(), key.dim(), value.dim()) == 2 else out
 
@@ -120,10 +121,14 @@ def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float | None) -> calls
     return (*inputs, *diagonal, None, None, scale, None, None, None, "auto")
 
 
-def _recall(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
-) -> Tensor | None:
-    """The result, if the door knows such a call (3 or 4 dims, nothing to broadcast); nothing is checked yet."""
+def recalled(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
+    scale: Any = None, enable_gqa: Any = False,
+) -> tuple[Tensor, Hashable] | None:  # fmt: skip
+    """The result, if the door knows such a call (3 or 4 dims, nothing to broadcast); nothing is checked yet.
+
+    And what is the same for all calls of these shapes, dtypes and options.
+    """
     if torch.compiler.is_compiling() or type(query) not in watchers.ORDINARY:
         return None
     if type(dropout_p) not in (float, int) or dropout_p != 0 or type(is_causal) is not bool:
@@ -143,7 +148,8 @@ def _recall(
     if ready is None or (ready.problem.heads_q != ready.problem.heads_kv and not enable_gqa):
         return None
     out, _ = ops.direct(ready, args)
-    return out if dims == 4 else operators.reshaped(out, out.shape[1:])
+    alike = ready, dims, None if attn_mask is None else attn_mask.dim()
+    return (out if dims == 4 else operators.reshaped(out, out.shape[1:])), alike
 
 
 def _viewed(inputs: Inputs, is_causal: bool) -> Inputs | None:

@@ -51,6 +51,29 @@ def test_the_report_says_what_ran_by_which_backend():
     assert repr(report) == "Report(calls=5, kinds=3, refused=0)"
 
 
+def test_known_calls_are_told_apart():
+    """By the shapes that callers gave, though the same call is behind them."""
+    q, k, v = qkv(1, 4, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    calls = [
+        ((q, k, v), {}),
+        ((q[0], k[0], v[0]), {}),
+        ((q, k, v), {"is_causal": True}),
+        ((q, k, v), {"attn_mask": mask}),
+        ((q, k, v), {"attn_mask": mask[None]}),
+        ((q[0], k[0], v[0]), {"attn_mask": mask}),
+        ((q, k, v, mask.float()), {}),  # of the fourth's kind
+    ]
+    with fa.replace_sdpa() as report:
+        for _ in range(4):
+            for args, options in calls:
+                F.scaled_dot_product_attention(*args, **options)
+    assert list(report.kinds.values()) == [4, 4, 4, 8, 4, 4]
+    assert len(report._known) == len(calls)  # all are quick to count
+    with fa.replace_sdpa() as report, pytest.raises(TypeError, match=r"scaled_dot_product_attention\(\) missing 1"):
+        F.scaled_dot_product_attention(q, k)
+
+
 def test_a_cache_that_grows_does_not_fill_the_report(monkeypatch):
     monkeypatch.setattr(replace, "MOST", 3)
     monkeypatch.setattr(replace, "SHOWN", 2)
@@ -67,7 +90,7 @@ def test_a_cache_that_grows_does_not_fill_the_report(monkeypatch):
 def test_a_report_is_read_while_it_is_written():
     with fa.replace_sdpa() as report:
         q = [torch.empty(1, 1, 1, dim) for dim in range(1, 200)]
-        writer = threading.Thread(target=lambda: [report._ran(x, x, x) for x in q])
+        writer = threading.Thread(target=lambda: [report._ran(None, x, x, x) for x in q])
         writer.start()
         while writer.is_alive():
             assert "calls of scaled_dot_product_attention" in str(report)

@@ -35,14 +35,14 @@ def register(name: str = "attn_lite") -> None:
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Keys that causality or a window hides are not read, nor is the mask where nothing is padded
-    (from transformers 5.8 on; not of a static cache). Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as
-    they are: no copies of keys. Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model
-    hands them on, or by position_ids that start anew, if the model hands them to its masks: transformers then makes a
-    mask of all pairs, but none beside a cache, where such sequences are not kept apart. Beside a cache, or by lengths
-    alone, chunks (Llama 4) are counted from the row's start and Doge chooses among all of it: pack by position_ids with
-    `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as
-    for torch's function: all keys are read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer
-    is told of `cu_seq_lens_q`.
+    (from transformers 5.8 on; not of a static cache): in compiled code a model must not write into a mask. Grouped
+    heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept
+    apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the
+    model hands them to its masks: transformers then makes a mask of all pairs, but none beside a cache, where such
+    sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are counted from the row's start
+    and Doge chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that a model's indexer
+    chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are read still. Such
+    models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column

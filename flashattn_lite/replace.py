@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flashattn_lite import forks, sdpa
+from flashattn_lite import forks, sdpa, sdpa_known
 from flashattn_lite.arguments_mask import is_causal_bias
 from flashattn_lite.autocast import autocasts
 from flashattn_lite.errors import not_implemented
@@ -64,7 +64,11 @@ class Report:
         self.backends: dict[Kind, str] = {}  # what ran them
         self.refused: dict[str, int] = {}  # errors that callers got, by text
         self.others = 0  # calls of further kinds, once there are many: a cache that grows is a new one at each step
-        self._known: dict[Hashable, Kind] = {}  # by what `sdpa.recalled` says of a call
+        self._known: dict[Hashable, Kind] = {}  # by what `sdpa_known.known` says of a call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has what was counted: how calls run is this process's."""
+        return {**self.__dict__, "_known": {}}
 
     @property
     def calls(self) -> int:
@@ -96,7 +100,7 @@ class Report:
         self, alike: Hashable, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
         is_causal: Any = False, scale: Any = None, enable_gqa: Any = False,
     ) -> None:  # fmt: skip
-        """Takes in a call of torch's function. alike: of a known call, what `sdpa.recalled` says of it."""
+        """Takes in a call of torch's function. alike: of a known call, what `sdpa_known.known` says of it."""
         _here.counted += 1
         if alike in self._known:
             with _lock:
@@ -165,13 +169,6 @@ def _asked_first(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, .
     return given
 
 
-def _known(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Hashable] | None:
-    try:
-        return sdpa.recalled(*args, **options)
-    except TypeError:  # of arguments that the function itself refuses by its name
-        return None
-
-
 class _Standing:
     """Ours in the place of what stood there `before`. Taken out of the middle, it hands on what still calls it."""
 
@@ -191,7 +188,10 @@ class _Standing:
                     report._ran(None, *args, **options)
                 return out
             try:
-                out, alike = _known(args, options) or (sdpa.scaled_dot_product_attention(*args, **options), None)
+                out, alike = sdpa_known.known(*args, **options) or (
+                    sdpa.scaled_dot_product_attention(*args, **options),
+                    None,
+                )
             except (ValueError, TypeError, NotImplementedError) as error:
                 report._refuses(error)
                 raise

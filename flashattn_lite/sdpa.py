@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flashattn_lite import api, arguments, batch_dims, calls, operators, ops, watchers
+from flashattn_lite import api, arguments, batch_dims, operators, ops, watchers
 from flashattn_lite.arguments_mask import check_mask_shape, is_causal_bias, mask_remedy
-from flashattn_lite.autocast import autocasts, lowered
+from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, show, type_error, value_error
-from flashattn_lite.problem import Inputs
 from flashattn_lite.scalars import from_array, is_number
+from flashattn_lite.sdpa_known import Diagonal, arguments_of, recalled
 
 NAMES = ("query", "key", "value")
 Tensors = tuple[Tensor, Tensor, Tensor]
-Diagonal = tuple[bool, int | None]  # attention's causal and q_start
 
 
 def scaled_dot_product_attention(
@@ -115,57 +113,6 @@ def _checked(
     full = (*q.shape[:-1], k.shape[-2])[-rank:]
     mask = None if attn_mask is None else _broadcast_mask(attn_mask, given_mask, full)
     return q, k, v, mask, diagonal, None if scale is None else float(scale)
-
-
-def _arguments(inputs: Inputs, diagonal: Diagonal, scale: float | None) -> calls.Arguments:
-    return (*inputs, *diagonal, None, None, scale, None, None, None, "auto")
-
-
-def recalled(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False,
-    scale: Any = None, enable_gqa: Any = False,
-) -> tuple[Tensor, Hashable] | None:  # fmt: skip
-    """The result, if the door knows such a call (3 or 4 dims, nothing to broadcast); nothing is checked yet.
-
-    And what is the same for all calls of these shapes, dtypes and options.
-    """
-    if torch.compiler.is_compiling() or type(query) not in watchers.ORDINARY:
-        return None
-    if type(dropout_p) not in (float, int) or dropout_p != 0 or type(is_causal) is not bool:
-        return None
-    if type(scale) is int and abs(scale) < 2**53:
-        scale = float(scale)
-    if type(scale) not in (type(None), float) or type(enable_gqa) is not bool:
-        return None
-    if autocasts(query.device):
-        return None
-    given, dims = Inputs(query, key, value, attn_mask), query.dim()
-    inputs = given if dims == 4 and attn_mask is None else _viewed(given, is_causal)
-    if inputs is None:
-        return None
-    args = _arguments(inputs, (is_causal, 0 if is_causal else None), scale)
-    ready = calls.known(args)
-    if ready is None or (ready.problem.heads_q != ready.problem.heads_kv and not enable_gqa):
-        return None
-    out, _ = ops.direct(ready, args)
-    alike = ready, dims, None if attn_mask is None else attn_mask.dim()
-    return (out if dims == 4 else operators.reshaped(out, out.shape[1:])), alike
-
-
-def _viewed(inputs: Inputs, is_causal: bool) -> Inputs | None:
-    """With 4 dims, where there are 3, or a mask of up to as many; None: other dims, a mask to be refused or cast."""
-    q, k, v, mask = inputs[:4]
-    if k is None or v is None or not watchers.plain((q, k, v, mask)):
-        return None
-    dims = q.dim()
-    if dims not in (3, 4) or not dims == k.dim() == v.dim():
-        return None
-    if mask is not None:
-        if is_causal or mask.dim() > dims or mask.dtype not in (torch.bool, torch.float32, q.dtype):
-            return None
-        if mask.dim() < 4:
-            mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-    return Inputs(q, k, v, mask) if dims == 4 else Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask)
 
 
 def _number(x: Any) -> Any:
@@ -277,5 +224,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diag
         inputs = batch_dims.viewed(q, k, v, mask)
     if inputs is None:  # one call for each entry of the first batch dim, never a copy
         return torch.stack([_attend(*batch_dims.entry(q, k, v, mask, i), diagonal, scale) for i in range(lead[0])])
-    out, _ = ops.call(_arguments(inputs, diagonal, scale))
+    out, _ = ops.call(arguments_of(inputs, diagonal, scale))
     return operators.reshaped(out, (*lead, *out.shape[1:])) if len(lead) != 1 else out

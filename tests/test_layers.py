@@ -32,7 +32,7 @@ ROOMS = [
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
     "dispatch flops",
     "calls ops softmax decode_backends",
-    "api merge decode",
+    "api merge decode sdpa_known",
     "sdpa replace integrations testing",
 ]
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

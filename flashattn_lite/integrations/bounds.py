@@ -9,6 +9,7 @@ Bounds are told to the mask as an attribute, so they go where it goes, through a
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashattn_lite.flops import known
+from flashattn_lite.integrations.packing import Sequences, sequences_of
 from flashattn_lite.watchers import transformed
 
 NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
@@ -28,6 +30,7 @@ class Bounds(NamedTuple):
     left: int | None
     right: int
     alone: bool  # that is all that it hides
+    sequences: Sequences | None  # which it keeps apart, too: with these it is alone
     version: int | None  # of the mask: whoever writes into it makes another; None in compiled code, which can't ask
 
     def options(self) -> dict[str, Any]:
@@ -55,16 +58,20 @@ def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | 
     left: int | None
     # Where transformers might leave causality, or no more than a window, to a flag, that is what the mask says, and a
     # layer's window or chunk.
+    sequences = None
     if options.get("allow_is_causal_skip", True):
         if local is None and not causal(options.get("mask_function")):
             return mask
         left, right = options["local_size"] - 1 if windowed else None, 0
     elif windowed and options.get("allow_is_bidirectional_skip"):
         left = right = options["local_size"]
+    elif (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
+        left, right, sequences = local - 1 if local else None, 0, sequences_of(number)
     else:
         return mask
     alone = (windowed or local is None) and nothing_padded(options.get("attention_mask"), kv_start, mask.shape[-1])
-    setattr(mask, NAME, Bounds(q_start - kv_start, left, right, alone, version_of(mask)))
+    alone = alone and sequences is None
+    setattr(mask, NAME, Bounds(q_start - kv_start, left, right, alone, sequences, version_of(mask)))
     return mask
 
 
@@ -75,11 +82,43 @@ def causal(function: Any) -> bool:
     return function is causal_mask_function
 
 
+def packed(function: Any, window: int | None) -> Tensor | None:
+    """(B, L) numbers of the sequences that a mask function keeps apart, if it is that, causality and a window alone.
+
+    It goes by positions, which within a sequence count its tokens. transformers' functions enclose all of that.
+    """
+    parts: tuple[Any, ...] = enclosed(function, "and_masks", "mask_functions") or ()
+    if len(parts) != 2:
+        return None
+    within = enclosed(parts[0], "remap_positions_for_packed_sequence", "mask_function")
+    if window is not None:
+        of_window: tuple[Any, ...] = enclosed(within, "and_masks", "mask_functions") or ()
+        if len(of_window) != 2 or enclosed(of_window[0], "sliding_window_overlay", "sliding_window") != window:
+            return None
+        within = of_window[1]
+    number: Tensor | None = enclosed(parts[1], "packed_sequence_mask_function", "packed_sequence_mask")
+    return number if causal(within) else None
+
+
+def enclosed(function: Any, maker: str, name: str) -> Any:
+    """What a mask function has of its maker in transformers' masking_utils; None: of another, or not to be asked."""
+    if torch.compiler.is_compiling() or getattr(function, "__module__", "") != "transformers.masking_utils":
+        return None
+    if not function.__qualname__.startswith(f"{maker}.<locals>."):
+        return None
+    return inspect.getclosurevars(function).nonlocals.get(name)
+
+
+def may_read(x: Tensor) -> bool:
+    """Whether anybody may look at x's numbers: not where a graph is made that others use."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed(x)) and known(x)
+
+
 def nothing_padded(padding: Tensor | None, first: int, count: int) -> bool:
-    """Whether all of these keys are there, as far as anybody may look: not where a graph is made that others use."""
+    """Whether all of these keys are there, as far as anybody may look."""
     if padding is None:
         return True
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed(padding) or not known(padding):
+    if not may_read(padding):
         return False
     return padding.shape[-1] >= first + count and bool(padding[:, first : first + count].all())
 

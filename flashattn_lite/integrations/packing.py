@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +80,36 @@ def tells_apart(mask: Tensor | None, same: Tensor) -> bool:
     if mask is None or mask.dtype != torch.bool or torch.compiler.is_compiling() or not known(mask):
         return False
     return not bool((mask[..., : same.shape[1]] & ~same).any())
+
+
+class Sequences(NamedTuple):
+    """Packed sequences that a mask keeps apart, those of all rows of a batch one after the other."""
+
+    ends: list[int]  # where they begin, and the end
+    cu_seqlens: Tensor
+    longest: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """(B, L, Hq, Dv); query, key, value (B, H, L, D)."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        given = {**options, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
+        out: Tensor = attention_varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, **given)
+        return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+    def are(self, query: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> bool:
+        """Whether they are this query's (B, Hq, L, D), and lengths that a model hands on, if any, say the same."""
+        return self.ends[-1] == query.shape[0] * query.shape[2] and all(
+            cu is None or numbers_of(cu) == self.ends for cu in (cu_q, cu_k)
+        )
+
+
+def sequences_of(number: Tensor) -> Sequences:
+    """number (B, L): of each token's sequence in its row, as transformers counts them."""
+    first = torch.ones_like(number, dtype=torch.bool)
+    first[:, 1:] = number[:, 1:] != number[:, :-1]
+    ends = [*first.flatten().nonzero().flatten().tolist(), number.numel()]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=number.device)
+    return Sequences(ends, cu_seqlens, max(b - a for a, b in itertools.pairwise(ends)))
 
 
 def packed_forward(

@@ -38,11 +38,11 @@ def register(name: str = "attn_lite") -> None:
     (from transformers 5.8 on; not of a static cache): in compiled code a model must not write into a mask. Grouped
     heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept
     apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the
-    model hands them to its masks: transformers then makes a mask of all pairs, but none beside a cache, where such
-    sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are counted from the row's start
-    and Doge chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that a model's indexer
-    chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are read still. Such
-    models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
+    model hands them to its masks: transformers then makes a mask of all pairs, which only compiled code reads, but none
+    beside a cache, where such sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are
+    counted from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there.
+    Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
+    keys are read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column
@@ -240,8 +240,12 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     distance: dict[str, Any] = {"causal": causal, "q_start": 0 if causal else None}  # a static cache has room for more
-    if told is not None and cu_seq_lens_q is None and indices is None and block_indices is None:
-        distance, attention_mask = told.options(), None if told.alone else attention_mask
+    if told is not None and indices is None and block_indices is None:
+        sequences = told.sequences if position_bias is None else None
+        if sequences is not None and sequences.are(query, cu_seq_lens_q, cu_seq_lens_k):
+            return sequences.attend(query, key, value, {"window": (told.left, told.right), **options}), None
+        if cu_seq_lens_q is None:
+            distance, attention_mask = told.options(), None if told.alone else attention_mask
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
         unmasked = attention_mask is None and position_bias is None and indices is None and block_indices is None

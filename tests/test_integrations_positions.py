@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from flashattn_lite.integrations import bounds, packing
 from flashattn_lite.integrations import transformers as integration
-from flashattn_lite.target import interpreting
 from tests.test_integrations import assert_close, pair, registered, tokens
-from tests.test_integrations_bounds import MODELS, band
+from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, band
 
 __all__ = ["registered"]  # a fixture of all that is here
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 masking_utils = pytest.importorskip("transformers.masking_utils")
-pytestmark = pytest.mark.skipif(interpreting(), reason="whole models take too long through the interpreter")
+pytestmark = UNLESS_IT_IS_SAID
 
 
 def packed_parts(window, number, extra=None):
@@ -33,7 +32,8 @@ def packed_parts(window, number, extra=None):
     at = torch.arange(number.shape[1]).expand_as(number)
     positions = at - torch.where(first, at, 0).cummax(1).values
     assert torch.equal(masking_utils.find_packed_sequence_indices(positions), number)
-    function = masking_utils.remap_positions_for_packed_sequence(function, positions)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # not in older releases
+        function = masking_utils.remap_positions_for_packed_sequence(function, positions)
     return function, masking_utils.packed_sequence_mask_function(number)
 
 

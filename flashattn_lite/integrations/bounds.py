@@ -85,12 +85,13 @@ def causal(function: Any) -> bool:
 def packed(function: Any, window: int | None) -> Tensor | None:
     """(B, L) numbers of the sequences that a mask function keeps apart, if it is that, causality and a window alone.
 
-    It goes by positions, which within a sequence count its tokens. transformers' functions enclose all of that.
+    It goes by positions, which within a sequence count its tokens; not in older releases (5.17). transformers'
+    functions enclose all of that.
     """
     parts: tuple[Any, ...] = enclosed(function, "and_masks", "mask_functions") or ()
     if len(parts) != 2:
         return None
-    within = enclosed(parts[0], "remap_positions_for_packed_sequence", "mask_function")
+    within = enclosed(parts[0], "remap_positions_for_packed_sequence", "mask_function") or parts[0]
     if window is not None:
         of_window: tuple[Any, ...] = enclosed(within, "and_masks", "mask_functions") or ()
         if len(of_window) != 2 or enclosed(of_window[0], "sliding_window_overlay", "sliding_window") != window:

@@ -188,10 +188,8 @@ class _Standing:
                     report._ran(None, *args, **options)
                 return out
             try:
-                out, alike = sdpa_known.known(*args, **options) or (
-                    sdpa.scaled_dot_product_attention(*args, **options),
-                    None,
-                )
+                there = sdpa_known.known(*args, **options)
+                out, alike = there or (sdpa.scaled_dot_product_attention(*args, **options), None)
             except (ValueError, TypeError, NotImplementedError) as error:
                 report._refuses(error)
                 raise

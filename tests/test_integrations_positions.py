@@ -48,9 +48,9 @@ def test_packed_sequences_are_read_off_a_mask(data):
     config = transformers.LlamaConfig()
     config.sliding_window = window
     options = {"local_size": window} if window else {}
-    make = lambda function: integration.attention_mask(
+    make = lambda function, padding=None: integration.attention_mask(
         batch_size=batch, q_length=length, kv_length=length, q_offset=0, mask_function=function, config=config,
-        allow_is_causal_skip=False, device=torch.device("cpu"), **options,
+        allow_is_causal_skip=False, attention_mask=padding, device=torch.device("cpu"), **options,
     )  # fmt: skip
     parts = packed_parts(window, number)
     mask = make(masking_utils.and_masks(*parts))
@@ -69,6 +69,8 @@ def test_packed_sequences_are_read_off_a_mask(data):
         unknown.append(join(masking_utils.and_masks(*parts), even))
     for function in unknown:
         assert bounds.of(make(function), length, length) is None
+    padding = torch.ones(batch, length, dtype=torch.bool)  # which transformers never joins to it
+    assert bounds.of(make(masking_utils.and_masks(*parts), padding), length, length) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.jit, "is_tracing", lambda: True)  # into a graph that others may run
         assert bounds.of(make(masking_utils.and_masks(*parts)), length, length) is None

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashattn_lite.flops import known
-from flashattn_lite.integrations.packing import Sequences, sequences_of
-from flashattn_lite.watchers import transformed
+from flashattn_lite.integrations.packing import Sequences, may_read, sequences_of
 
 NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
 
@@ -53,24 +51,24 @@ def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | 
     q_start, kv_start = options.get("q_offset"), options.get("kv_offset", 0)
     if mask is None or options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
         return mask
-    local, chunk = options.get("local_size"), getattr(config, "attention_chunk_size", None)
+    local: Any = options.get("local_size")
+    chunk, padding = getattr(config, "attention_chunk_size", None), options.get("attention_mask")
     windowed = local is not None and chunk is None and local == getattr(config, "sliding_window", None)
-    left: int | None
+    sequences = None
     # Where transformers might leave causality, or no more than a window, to a flag, that is what the mask says, and a
     # layer's window or chunk.
-    sequences = None
     if options.get("allow_is_causal_skip", True):
         if local is None and not causal(options.get("mask_function")):
             return mask
-        left, right = options["local_size"] - 1 if windowed else None, 0
+        left, right = local - 1 if windowed else None, 0
     elif windowed and options.get("allow_is_bidirectional_skip"):
-        left = right = options["local_size"]
-    elif (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
-        left, right, sequences = local - 1 if local else None, 0, sequences_of(number)
+        left = right = local
+    elif padding is None and (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
+        left, right, sequences = None if local is None else local - 1, 0, sequences_of(number)
     else:
         return mask
-    alone = (windowed or local is None) and nothing_padded(options.get("attention_mask"), kv_start, mask.shape[-1])
-    alone = alone and sequences is None
+    described = sequences is None and (windowed or local is None)
+    alone = described and nothing_padded(padding, kv_start, mask.shape[-1])
     setattr(mask, NAME, Bounds(q_start - kv_start, left, right, alone, sequences, version_of(mask)))
     return mask
 
@@ -108,11 +106,6 @@ def enclosed(function: Any, maker: str, name: str) -> Any:
     if not function.__qualname__.startswith(f"{maker}.<locals>."):
         return None
     return inspect.getclosurevars(function).nonlocals.get(name)
-
-
-def may_read(x: Tensor) -> bool:
-    """Whether anybody may look at x's numbers: not where a graph is made that others use."""
-    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed(x)) and known(x)
 
 
 def nothing_padded(padding: Tensor | None, first: int, count: int) -> bool:

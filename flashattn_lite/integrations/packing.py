@@ -13,6 +13,7 @@ from flashattn_lite.api import attention_varlen
 from flashattn_lite.errors import not_implemented, value_error
 from flashattn_lite.flops import known
 from flashattn_lite.problem import unpromised
+from flashattn_lite.watchers import transformed
 
 OF_THE_TEXT = (
     "Where they are a text's and this is another part of its model, load that with torch's attention: "
@@ -26,9 +27,14 @@ OF_INDEXERS = {
 _read: Any = WeakIdKeyDictionary()  # packed lengths -> (version, the numbers): for all layers of a step at once
 
 
+def may_read(x: Tensor) -> bool:
+    """Whether anybody may look at x's numbers: not in compiled code, nor where a graph is made that others run."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed(x)) and known(x)
+
+
 def numbers_of(cu: Tensor) -> list[int] | None:
-    """None where nobody may read them: in compiled code, in a graph that is captured."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not known(cu):
+    """None where nobody may read them."""
+    if not may_read(cu):
         return None
     version = None if cu.is_inference() else cu._version
     if version is None or _read.get(cu, (None,))[0] != version:
@@ -91,10 +97,8 @@ class Sequences(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """(B, L, Hq, Dv); query, key, value (B, H, L, D)."""
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        given = {**options, "max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
-        out: Tensor = attention_varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, **given)
-        return out.unflatten(0, (query.shape[0], query.shape[2]))
+        longest = {"max_seqlen_q": self.longest, "max_seqlen_k": self.longest}
+        return attend_apart(query, key, value, (self.cu_seqlens, self.cu_seqlens), {**options, **longest})
 
     def are(self, query: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> bool:
         """Whether they are this query's (B, Hq, L, D), and lengths that a model hands on, if any, say the same."""
@@ -116,13 +120,20 @@ def packed_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict[str, Any], others: Any
 ) -> Tensor:
     """(1, L, Hq, Dv) of sequences that no mask keeps apart, nor hides what lies before a window."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     left = None if others.get("sliding_window") is None else others["sliding_window"] - 1
     told = {side: others.get(f"max_length_{side}") for side in "qk"}  # which transformers has measured
     longest = {f"max_seqlen_{x}": unpromised(x, length) for x, length in told.items() if isinstance(length, int)}
     right = None if options["causal"] else left  # as FlashAttention, to which a model hands the same number
-    out = attention_varlen(q, k, v, *cu_seqlens, **{"window": (left, right), **options, **longest})
-    return out.unsqueeze(0)
+    return attend_apart(query, key, value, cu_seqlens, {"window": (left, right), **options, **longest})
+
+
+def attend_apart(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> Tensor:
+    """(B, L, Hq, Dv); query, key, value (B, H, L, D), of whose rows one after the other cu_seqlens says the ends."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out: Tensor = attention_varlen(q, k, v, *cu_seqlens, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def same_sequence(cu_q: Tensor, cu_k: Tensor, len_q: int, len_k: int) -> Tensor:

@@ -88,7 +88,7 @@ def register(name: str = "attn_lite") -> None:
 
 
 def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | None:
-    """The mask that transformers makes for torch's function.
+    """The mask that transformers makes for torch's function, with what is known of its bounds.
 
     Raises:
         NotImplementedError: for a model that can't do with it. It would add this mask, or none, to scores of its own.
@@ -240,12 +240,12 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     distance: dict[str, Any] = {"causal": causal, "q_start": 0 if causal else None}  # a static cache has room for more
-    if told is not None and indices is None and block_indices is None:
-        sequences = told.sequences if position_bias is None else None
-        if sequences is not None and sequences.are(query, cu_seq_lens_q, cu_seq_lens_k):
-            return sequences.attend(query, key, value, {"window": (told.left, told.right), **options}), None
-        if cu_seq_lens_q is None:
-            distance, attention_mask = told.options(), None if told.alone else attention_mask
+    told = told if indices is None and block_indices is None else None  # which hide more, by the mask that there is
+    sequences = told.sequences if told is not None and position_bias is None else None
+    if told is not None and sequences is not None and sequences.are(query, cu_seq_lens_q, cu_seq_lens_k):
+        return sequences.attend(query, key, value, {"window": (told.left, told.right), **options}), None
+    if told is not None and cu_seq_lens_q is None:
+        distance, attention_mask = told.options(), None if told.alone else attention_mask
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
         unmasked = attention_mask is None and position_bias is None and indices is None and block_indices is None

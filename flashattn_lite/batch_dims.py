@@ -27,6 +27,19 @@ def entry(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, i: int) -> tuple
     return q[i], k[i], v[i], None if mask is None else mask[i if mask.shape[0] > 1 else 0]
 
 
+def with_dims(x: Tensor, dims: int) -> Tensor:
+    """x, with dims of one entry in front, if it has fewer."""
+    return x if x.dim() >= dims else x.reshape((1,) * (dims - x.dim()) + x.shape)
+
+
+def expanded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """x in that shape; itself if it has it, since expand makes up strides of dims of one entry.
+
+    A known call is found by strides as its tensors come.
+    """
+    return x if x.shape == shape else x.expand(shape)
+
+
 def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:
     """[*lead, H, length, dim] as a view [B, H, length, dim], or None where strides do not allow it."""
     if len(lead) == 1:
@@ -45,5 +58,5 @@ def _flatten(x: Tensor, lead: torch.Size) -> Tensor | None:
 def _flatten_mask(mask: Tensor, lead: torch.Size) -> Tensor | None:
     """A mask [*lead or 1s, H or 1, L or 1, S or 1] as [B or 1, ...]; None where it broadcasts over a part of lead."""
     if all(size == 1 for size in mask.shape[: len(lead)]):
-        return mask.reshape(1, *mask.shape[-3:])
-    return _flatten(mask.expand(*lead, *mask.shape[-3:]), lead)
+        return mask if mask.dim() == 4 else mask.reshape(1, *mask.shape[-3:])
+    return _flatten(expanded(mask, (*lead, *mask.shape[-3:])), lead)

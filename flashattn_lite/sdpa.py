@@ -108,7 +108,7 @@ def _checked(
     query, key, value, attn_mask = lowered(query.device, query, key, value, attn_mask)
     _check_mask(attn_mask, given_mask, query, is_causal)
     rank = max(query.dim(), key.dim(), value.dim())
-    q, k, v = (x.reshape((1,) * (max(rank, 3) - x.dim()) + x.shape) for x in (query, key, value))
+    q, k, v = (batch_dims.with_dims(x, max(rank, 3)) for x in (query, key, value))
     q, k, v = _broadcast(q, k, v, given, enable_gqa)
     full = (*q.shape[:-1], k.shape[-2])[-rank:]
     mask = None if attn_mask is None else _broadcast_mask(attn_mask, given_mask, full)
@@ -201,7 +201,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, given: Tensors, enable_gqa: bool
         relation = f"batch dims must broadcast with key's {tuple(given[1].shape)}"
         raise value_error(nv, relation, given[2], "Make each 1 or as large as the other's.")
     lead = torch.broadcast_shapes(q.shape[:-keep], k.shape[:-keep], v.shape[:-keep])
-    q, k, v = (x.expand(*lead, *x.shape[-keep:]) for x in (q, k, v))
+    q, k, v = (batch_dims.expanded(x, (*lead, *x.shape[-keep:])) for x in (q, k, v))
     return q, k, v
 
 
@@ -211,7 +211,7 @@ def _broadcastable(a: torch.Size, b: torch.Size) -> bool:
 
 def _broadcast_mask(mask: Tensor, given: Tensor | None, full: tuple[int, ...]) -> Tensor:
     check_mask_shape("attn_mask", mask.shape, full, "(..., heads, len_q, len_k)", given)
-    return mask.reshape((1,) * (max(len(full), 3) - mask.dim()) + mask.shape)
+    return batch_dims.with_dims(mask, max(len(full), 3))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: Diagonal, scale: float | None) -> Tensor:

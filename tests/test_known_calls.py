@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import flashattn_lite as fa
-from flashattn_lite import calls, decode, ops, sdpa, watchers
+from flashattn_lite import calls, decode, ops, sdpa, sdpa_known, watchers
 from flashattn_lite.problem import UNPROMISED
 from tests.test_calls import forgotten, qkv  # noqa: F401
 
@@ -173,6 +175,31 @@ def test_torchs_function_knows_masks_and_heads_alone(mask, dims, monkeypatch, de
             fa.scaled_dot_product_attention(q, k, k, given[None, None, None, None])
     with pytest.raises(NotImplementedError, match="dropout_p: "):
         fa.scaled_dot_product_attention(q, k, k, given, 1)
+
+
+def laid_out(shape, layout):
+    """[*lead, heads, length, 8]: contiguous, heads side by side in rows, or one of three such tensors in one."""
+    *lead, heads, length, dim = shape
+    if layout == "contiguous":
+        return torch.randn(shape)
+    rows = torch.randn(*lead, length, heads, dim) if layout == "rows" else torch.randn(*lead, length, 3, heads, dim)
+    return (rows if layout == "rows" else rows[..., 1, :, :]).transpose(-3, -2)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "rows", "one of three"])
+@pytest.mark.parametrize("lead", [(), (1,), (2,)])
+def test_torchs_function_knows_calls_with_dims_of_one_entry(lead, layout):
+    """torch makes up other strides of those where it expands what need not be: a batch of one was checked each time."""
+    for heads, len_q, len_k in itertools.product((1, 2), (1, 5), (1, 7)):
+        q, k, v = (laid_out((*lead, heads, length, 8), layout) for length in (len_q, len_k, len_k))
+        masks = [None, torch.ones(len_k) > 0, torch.ones(len_q, 1) > 0, torch.randn(1, len_q, len_k)]
+        for sizes in itertools.product(*({1, n} for n in lead), {1, heads}, {1, len_q}):
+            masks.append(torch.randn(*sizes, len_k))
+        for mask, causal in [*((mask, False) for mask in masks), (None, True)]:
+            calls._ready.clear()
+            first = fa.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+            again = sdpa_known.known(q, k, v, mask, is_causal=causal)
+            assert again is not None and torch.equal(again[0], first), (heads, len_q, len_k, mask)
 
 
 def test_what_torchs_door_refuses_it_refuses_of_calls_that_ours_knows():

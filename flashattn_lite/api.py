@@ -11,7 +11,7 @@ from flashattn_lite import arguments, calls, dispatch, ops
 from flashattn_lite.arguments_mask import check_mask
 from flashattn_lite.arguments_varlen import check_varlen
 from flashattn_lite.options import Dense, Packed
-from flashattn_lite.problem import Window
+from flashattn_lite.problem import NUM_TENSORS, Window
 from flashattn_lite.scalars import from_array
 from flashattn_lite.watchers import bare, plain
 
@@ -325,7 +325,7 @@ def explain_varlen(
 def _explained(tensors: tuple[Any, ...], *rest: Any) -> dispatch.Explanation:
     """Of a call that has passed the door."""
     args = ops.as_schema(_arguments(tuple(map(bare, tensors)), *rest))
-    if plain(args[: calls.NUM_TENSORS], args[calls.NUM_TENSORS :]):  # else nobody knows how long sequences are
+    if plain(args[:NUM_TENSORS], args[NUM_TENSORS:]):  # else nobody knows how long sequences are
         args = ops.measured(args)
     inputs, problem = calls.problem_of(args[:-1])
     return dispatch.explain(problem, inputs, rest[-1])

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_lite import dispatch
-from flashattn_lite.problem import AttentionProblem, Inputs, describe
+from flashattn_lite import dispatch, keys
+from flashattn_lite.problem import NUM_TENSORS, AttentionProblem, Inputs, describe
 from flashattn_lite.scalars import unless_known
-from flashattn_lite.target import takes_tf32
 from flashattn_lite.watchers import watched
 
-NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments, in the order of Inputs
 OPTIONS = (  # as the op's schema has them
     "bool causal, SymInt? q_start, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
@@ -23,7 +21,6 @@ OPTIONS = (  # as the op's schema has them
 OPTION_NAMES = tuple(option.split()[-1] for option in OPTIONS.split(", "))
 AT = {name: NUM_TENSORS + i for i, name in enumerate(OPTION_NAMES)}  # where they are in a call's arguments
 MOST = 4096  # calls remembered; past that all are forgotten, which costs some microseconds each
-OFFSETS = 1 << 40  # what is larger is an address: as an offset it would be a terabyte
 
 Arguments = tuple[Any, ...]  # the tensors of Inputs, the options by OPTION_NAMES, the backend's name
 
@@ -38,6 +35,7 @@ class Ready:
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+_like: dict[tuple[Any, ...], Ready] = {}  # by `keys.but_length`: trusted ones, of which longer ones can be made
 _gradients: dict[tuple[Any, ...], dispatch.Gradients] = {}
 
 
@@ -76,7 +74,7 @@ def run(ready: Ready, args: Arguments) -> tuple[Tensor, Tensor]:
 
 def prepared(args: Arguments) -> Ready:
     """The call of this metadata, as it was prepared before or now."""
-    key = _key(args)
+    key = keys.of_call(args)
     ready = _ready.get(key)
     if ready is None:
         inputs, problem = problem_of(args[:-1])
@@ -95,7 +93,7 @@ def gradients(*args: Any) -> tuple[Tensor | None, ...]:
         d_out = d_out.contiguous()
     lse = lse.contiguous()  # who kept it for autograd may hand it back otherwise
     d_lse = None if d_lse is None else d_lse.contiguous()
-    key = _key_of_gradients((d_out, d_lse, out, lse, *rest, needs))
+    key = keys.of_gradients((d_out, d_lse, out, lse, *rest, needs))
     make = _gradients.get(key)
     if make is None:
         inputs, problem = problem_of(tuple(rest))
@@ -109,27 +107,43 @@ def known_gradients(*args: Any) -> tuple[Tensor | None, ...] | None:
 
     What `gradients` makes contiguous first is not known: it remembers what it has then.
     """
-    make = look_up(_gradients, _key_of_gradients, args)
+    make = look_up(_gradients, keys.of_gradients, args)
     if make is None:
         return None
     d_out, d_lse, out, lse, *tensors = args[: 4 + NUM_TENSORS]
     return make(Inputs(*tensors), out, lse, d_out, d_lse)
 
 
-def _key_of_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that launches depend on but the addresses, as `_key`."""
-    tensors, options, needs = args[: 4 + NUM_TENSORS], args[4 + NUM_TENSORS : -1], args[-1]
-    tf32 = tensors[4].dtype == torch.float32 and takes_tf32()
-    return (options, *map(type, options), tuple(needs), tf32, *map(metadata, tensors))
-
-
 def known(args: Arguments) -> Ready | None:
     """The call, if the door let this metadata through and nothing but autograd watches. Not for a compiler to trace."""
-    ready = look_up(_ready, _key, args)
+    ready = met(args)
     return ready if ready is not None and ready.trusted else None
 
 
-def look_up(ready: dict[tuple[Any, ...], Any], key: Callable[..., tuple[Any, ...]], *of: Any) -> Any:
+def met(args: Arguments) -> Ready | None:
+    """The call, if it was there or one like it was, and nothing but autograd watches. args are unchecked.
+
+    One like it: a cache that grows is a new shape at each token, whose launches differ in few numbers.
+    """
+    ready = look_up(_ready, keys.of_call, args)
+    like = look_up(_like, keys.but_length, args) if ready is None else None
+    if like is None:
+        return ready
+    problem = replace(like.problem, len_k=args[1].shape[2])
+    ready = Ready(problem, like.run.longer(problem, Inputs(*args[:NUM_TENSORS])), trusted=True)
+    remember(_ready, keys.of_call(args), ready)
+    return ready
+
+
+def trust(ready: Ready, args: Arguments) -> None:
+    """The door has let these through, and so it would those of about as many keys."""
+    ready.trusted = True
+    # With a window how many tiles are seen changes at other lengths, too.
+    if hasattr(ready.run, "longer") and not ready.problem.features.left and (key := keys.but_length(args)):
+        remember(_like, key, ready)
+
+
+def look_up(ready: dict[Any, Any], key: Callable[..., Any], *of: Any) -> Any:
     """What `remember` kept under key(*of), else None; None too if more than autograd watches. `of` is unchecked."""
     try:
         call = ready.get(key(*of))
@@ -143,39 +157,6 @@ def remember(ready: dict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any)
     if len(ready) >= MOST:
         ready.clear()
     ready[key] = call
-
-
-def _key(args: Arguments) -> tuple[Any, ...]:
-    """All that a launch depends on but the addresses; of those, where they lie in 16 bytes.
-
-    With types, since 1 == True; and with negation, which a view can leave to the dispatcher.
-    """
-    q, k, v, *optional = args[:NUM_TENSORS]
-    options = args[NUM_TENSORS:]
-    key = (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-        v.device, type(q), type(k), type(v), q.is_neg() or k.is_neg() or v.is_neg(),
-        place(q), place(k), place(v), options, *map(type, options),
-    )  # fmt: skip
-    key += tuple([x if x is None else metadata(x) for x in optional])
-    # Whether float32 may be multiplied as TF32 is torch's setting, read when a call is prepared.
-    return (*key, takes_tf32()) if q.dtype == torch.float32 else key
-
-
-def metadata(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What a launch depends on of a tensor."""
-    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), place(x))
-
-
-def place(x: Tensor) -> int:
-    """Where x lies in 16 bytes; -1: nowhere, as what stands for zeros or for a function of views, or has no elements.
-
-    A slice of what lies nowhere has its offset for an address.
-    """
-    address = x.data_ptr()
-    if address < OFFSETS and address in (0, x.storage_offset() * x.element_size()):
-        return -1
-    return address % 16
 
 
 def recorded(tensors: tuple[Any, ...]) -> bool:

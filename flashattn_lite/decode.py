@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, operators
+from flashattn_lite import arguments, arguments_decode, calls, dispatch, flops, keys, operators
 from flashattn_lite import target as targets
 from flashattn_lite.decode_backends import BACKENDS
 from flashattn_lite.options import Cached
@@ -219,7 +219,7 @@ def _key(tensors: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """With types, since 1 == True, and with torch's setting for TF32, which is read when a call is prepared."""
     window = given[1] if type(given[1]) is tuple else ()
     types = (*map(type, given), *map(type, window))
-    return (*map(calls.metadata, tensors), given, types, tensors[0].dtype == torch.float32 and targets.takes_tf32())
+    return (*map(keys.metadata, tensors), given, types, tensors[0].dtype == torch.float32 and targets.takes_tf32())
 
 
 def _at_once(

@@ -10,8 +10,8 @@ from torch import Tensor
 from flashattn_lite import calls, flops, operators
 from flashattn_lite.arguments import check_window
 from flashattn_lite.arguments_varlen import check_varlen_values
-from flashattn_lite.calls import AT, NUM_TENSORS, OPTIONS, allocate, problem_of
-from flashattn_lite.problem import Inputs, unpromised
+from flashattn_lite.calls import AT, OPTIONS, allocate, problem_of
+from flashattn_lite.problem import NUM_TENSORS, Inputs, unpromised
 from flashattn_lite.scalars import as_int64, diagonals_as_int64
 from flashattn_lite.watchers import plain
 
@@ -41,7 +41,7 @@ def _again(*args: Any) -> tuple[Tensor, Tensor] | None:
     """As `_attention`, of a call that was there before; not of packed sequences, whose lengths may be others."""
     if args[CU_SEQLENS_Q] is not None:
         return None
-    ready = calls.look_up(calls._ready, calls._key, args)
+    ready = calls.met(args)
     return None if ready is None else calls.run(ready, args)
 
 
@@ -101,7 +101,7 @@ def call(args: calls.Arguments) -> tuple[Tensor, Tensor]:
     args = measured(args)
     ready = calls.prepared(args)
     done = direct(ready, args)
-    ready.trusted = True
+    calls.trust(ready, args)
     return done
 
 

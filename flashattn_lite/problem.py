@@ -30,6 +30,8 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # [B + 1] int32
 
 
+NUM_TENSORS = len(Inputs._fields)  # they come first in a call's arguments
+
 # Of (inputs, out, lse, d_out, d_lse); None stands for a d_lse of zeros.
 Gradients = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Grads]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from flashattn_lite import operators, softmax_tiled, state
 from flashattn_lite import target as targets
 from flashattn_lite.arguments import check_float_tensor, check_no_tangent
-from flashattn_lite.calls import place, remember
+from flashattn_lite.calls import remember
 from flashattn_lite.errors import show, type_error, value_error
+from flashattn_lite.keys import place
 from flashattn_lite.scalars import as_int, from_array, is_int
 from flashattn_lite.watchers import dense_and_real, watched
 

@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_lite as fa
-from flashattn_lite import arguments, calls, watchers
+from flashattn_lite import arguments, calls, keys, watchers
+from flashattn_lite.problem import NUM_TENSORS
 
 
 class Watch(TorchDispatchMode):
@@ -77,12 +78,12 @@ def test_other_metadata_goes_through_the_door(changed, door):
 def test_each_tensor_has_its_own_place_in_16_bytes():
     """q 8 bytes off is another call than k 8 bytes off: what was compiled for an aligned k is not for this one."""
     off = lambda x: torch.cat([x.flatten()[:2], x.flatten()])[2:].view(x.shape)
-    keys = set()
+    found = set()
     for moved in range(3):
         inputs = [off(x) if i == moved else x for i, x in enumerate(qkv())]
         assert [x.data_ptr() % 16 for x in inputs] == [8 * (i == moved) for i in range(3)]
-        keys.add(calls._key((*inputs, *(None,) * (calls.NUM_TENSORS - 3), "auto")))
-    assert len(keys) == 3
+        found.add(keys.of_call((*inputs, *(None,) * (NUM_TENSORS - 3), "auto")))
+    assert len(found) == 3
 
 
 def test_a_default_device_does_not_look_on(door):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashattn_lite as fa
-from flashattn_lite import calls, decode, ops, sdpa, sdpa_known, watchers
-from flashattn_lite.problem import UNPROMISED
+from flashattn_lite import calls, decode, keys, ops, sdpa, sdpa_known, watchers
+from flashattn_lite.problem import NUM_TENSORS, UNPROMISED
 from tests.test_calls import forgotten, qkv  # noqa: F401
 
 X, CU = torch.randn(7, 4, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
@@ -21,8 +21,8 @@ def test_a_view_that_is_negated_later_is_negated(which):
     fa.attention(*inputs)
     views = [torch._neg_view(x) if i == which else x for i, x in enumerate(inputs)]
     assert views[which].is_neg()
-    rest = (*(None,) * (calls.NUM_TENSORS - 3), "auto")
-    assert calls._key((*inputs, *rest)) != calls._key((*views, *rest))  # on a CPU torch resolves it anyway
+    rest = (*(None,) * (NUM_TENSORS - 3), "auto")
+    assert keys.of_call((*inputs, *rest)) != keys.of_call((*views, *rest))  # on a CPU torch resolves it anyway
     want = fa.attention(*(-x if i == which else x for i, x in enumerate(inputs)))
     for _ in range(2):
         torch.testing.assert_close(fa.attention(*views), want)
@@ -31,31 +31,31 @@ def test_a_view_that_is_negated_later_is_negated(which):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whether_float32_is_tf32_counts_for_float32(dtype, monkeypatch):
     """For calls and for gradients; by a setting that may change in between."""
-    made, keys = [], set()
+    made, found = [], set()
     monkeypatch.setattr(calls, "_gradients", {})
     monkeypatch.setattr(calls.dispatch, "prepare_gradients", lambda *given: made.append(given) or (lambda *_: None))
-    x, none = torch.zeros(1, 2, 4, 16, dtype=dtype), (None,) * (calls.NUM_TENSORS - 3)
+    x, none = torch.zeros(1, 2, 4, 16, dtype=dtype), (None,) * (NUM_TENSORS - 3)
     options = (False, *(None,) * (len(calls.OPTION_NAMES) - 1))
     lse = x[..., 0].float()
     for takes in (False, True, False):
-        monkeypatch.setattr(calls, "takes_tf32", lambda takes=takes: takes)
-        keys.add(calls._key((x, x, x, *none, "auto")))
+        monkeypatch.setattr(keys, "takes_tf32", lambda takes=takes: takes)
+        found.add(keys.of_call((x, x, x, *none, "auto")))
         calls.gradients(x, lse, x, lse, x, x, x, *none, *options, (True,) * 5)
-    assert len(keys) == len(made) == (2 if dtype == torch.float32 else 1)
+    assert len(found) == len(made) == (2 if dtype == torch.float32 else 1)
 
 
 def test_whether_float32_is_tf32_counts_in_decoding_too(monkeypatch):
-    q, lens, keys = torch.zeros(1, 2, 4, 16), torch.ones(1, dtype=torch.int32), set()
+    q, lens, found = torch.zeros(1, 2, 4, 16), torch.ones(1, dtype=torch.int32), set()
     for takes in (False, True, False):
         monkeypatch.setattr(decode.targets, "takes_tf32", lambda takes=takes: takes)
-        keys.add(decode._key((q, q, q, lens, None, None), (True, None, None, None, "auto")))
-    assert len(keys) == 2
+        found.add(decode._key((q, q, q, lens, None, None), (True, None, None, None, "auto")))
+    assert len(found) == 2
 
 
 def test_where_other_tensors_lie_in_16_bytes_counts_too():
     """A mask 8 bytes off is another call; one at another whole address is the same."""
     room = torch.zeros(40)
-    at = [calls.metadata(room[i : i + 7].view(1, 1, 1, 7)) for i in (0, 2, 4)]
+    at = [keys.metadata(room[i : i + 7].view(1, 1, 1, 7)) for i in (0, 2, 4)]
     assert at[0] == at[2] != at[1]
 
 
@@ -117,8 +117,8 @@ def test_strides_of_each_tensor(which):
     room = lambda: torch.zeros(2, 7, 4, 16)
     inputs = [room().transpose(1, 2).contiguous() for _ in range(3)]
     others = [room().transpose(1, 2) if i == which else x for i, x in enumerate(inputs)]
-    rest = (*(None,) * (calls.NUM_TENSORS - 3), "auto")
-    assert calls._key((*inputs, *rest)) != calls._key((*others, *rest))
+    rest = (*(None,) * (NUM_TENSORS - 3), "auto")
+    assert keys.of_call((*inputs, *rest)) != keys.of_call((*others, *rest))
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -131,7 +131,7 @@ def test_strides_of_results_and_their_gradients(which, monkeypatch):
     x = torch.zeros(2, 4, 7, 16)
     options = (False, *(None,) * (len(calls.OPTION_NAMES) - 1))
     results = [torch.zeros(2, 4, 7, 16), torch.zeros(2, 4, 7), torch.zeros(2, 4, 7, 16), torch.zeros(2, 4, 7)]
-    run = lambda results: calls.gradients(*results, x, x, x, *(None,) * (calls.NUM_TENSORS - 3), *options, (True,) * 5)
+    run = lambda results: calls.gradients(*results, x, x, x, *(None,) * (NUM_TENSORS - 3), *options, (True,) * 5)
     run(results)
     run(results)
     assert len(made) == 1
@@ -244,8 +244,8 @@ def test_a_slice_of_what_lies_nowhere_is_not_taken_for_numbers(call, kind):
     for _ in range(2):
         call(q, q, v)
     stand_in = STAND_INS[kind](v)
-    assert 0 < stand_in.data_ptr() < 4096 and calls.place(stand_in) == -1
-    assert calls.place(torch.empty(3, 0)[1:]) == -1 and calls.place(v[1:]) in range(16)
+    assert 0 < stand_in.data_ptr() < 4096 and keys.place(stand_in) == -1
+    assert keys.place(torch.empty(3, 0)[1:]) == -1 and keys.place(v[1:]) in range(16)
     found = call(q, q, stand_in)
     want = torch.zeros_like(v)
     if kind == "a function of views":

@@ -30,7 +30,7 @@ ROOMS = [
     "kernels.hopper_rows kernels.hopper_scores kernels.hopper_steps kernels.hopper_again kernels.hopper_folds "
     "kernels.attention_hopper kernels.attention_hopper_launch kernels.decode_splits kernels.decode_tiles "
     "kernels.decode kernels.decode_merge kernels.merge_launch kernels.decode_launch",
-    "dispatch flops",
+    "dispatch flops keys",
     "calls ops softmax decode_backends",
     "api merge decode sdpa_known",
     "sdpa replace integrations testing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -134,7 +135,7 @@ class Call:
     ) -> None:
         self.problem = problem = as_promised(problem)
         config = config or config_of(problem, inputs, target)
-        q, k, v = inputs.q, inputs.k, inputs.v
+        k = inputs.k
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])
         num_m = cdiv(problem.group * problem.len_q, tile.BLOCK_M)
         heads = problem.batch * problem.heads_kv
@@ -155,17 +156,17 @@ class Call:
         if alone:
             tile = replace(tile, ALONE=True, SEPARATE=False)
         self.tile = tile
-        lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
         step = 0 if table is None else in_rows(table).stride(0)
-        mask, packed, grid = inputs.mask, problem.features.varlen, num_m * programs * heads
-        self.partial_numbers = (
-            *(strides(x, packed) for x in (q, k, v)),
-            None if mask is None else mask_strides(expanded_mask(problem, mask)),
+        packed, grid = problem.features.varlen, num_m * programs * heads
+        self.between = (
             *((strides(out, packed), *lse_strides(lse, packed)) if alone else (None, 0, 0)),
-            *(step, k.shape[0], num_m, programs, states, few_own, long_own, *lengths),
-            *(problem.scale * LOG2E, problem.softcap),
+            *(step, k.shape[0], num_m, programs, states, few_own, long_own, problem.heads_kv, problem.len_q),
+        )
+        self.behind = (
+            *(problem.diag_lo, problem.diag_hi, problem.scale * LOG2E, problem.softcap),
             *(tile.PDL and (packed or not alone) and grid <= TELLING, problem.features, tile),
         )
+        self.partial_numbers = self.numbers_of(inputs)
         partial = options_of(config)
         if config.registers:
             partial["maxnreg"] = config.registers
@@ -178,6 +179,22 @@ class Call:
         if self.uncovered:
             self.starters.append(self.uncovered.start)
         self.series = Series(self.launches)
+
+    def numbers_of(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Behind the addresses."""
+        mask, packed = inputs.mask, self.problem.features.varlen
+        steps = (strides(x, packed) for x in inputs[:3])
+        mask_steps = None if mask is None else mask_strides(expanded_mask(self.problem, mask))
+        return (*steps, mask_steps, *self.between, self.problem.len_k, *self.behind)
+
+    def longer(self, problem: AttentionProblem, inputs: Inputs) -> Call:
+        """The call of as many more or fewer keys as `keys.but_length` allows: other numbers for the same launches."""
+        call = copy.copy(self)
+        call.problem = problem
+        call.partial_numbers = call.numbers_of(inputs)
+        call.merge = None if self.merge is None else self.merge.longer(problem)
+        call.series = Series(call.launches)
+        return call
 
     def launches(self, *given: Any) -> list[Launch]:
         """Of inputs, out, lse, a table and room for states."""

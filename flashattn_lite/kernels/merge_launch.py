@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,17 +53,24 @@ class Merge:
         count = heads * parts * rows
         self.state_sizes = [cdiv(n, 4) * 4 for n in (count * problem.head_dim_v, count, count)]
         packed = problem.features.varlen
-        lengths = (problem.heads_kv, problem.len_q, problem.len_k, problem.diag_lo, problem.diag_hi)
-        self.numbers = (strides(out, packed), *lse_strides(lse, packed), parts, *lengths, own, lanes)
+        self.ahead = (strides(out, packed), *lse_strides(lse, packed), parts, problem.heads_kv, problem.len_q)
         programs = heads * rows * cdiv(problem.head_dim_v, columns)
         tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
-        self.numbers += (long_own, long_lanes, columns, tells, problem.features, tile)
+        self.behind = (problem.diag_lo, problem.diag_hi, own, lanes, long_own, long_lanes, columns, tells)
+        self.behind += (problem.features, tile)
+        self.numbers = (*self.ahead, problem.len_k, *self.behind)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
         self.start = Starter(merge_kernel, programs, options)
+
+    def longer(self, problem: AttentionProblem) -> Merge:
+        """The same for another number of keys that are in as many splits."""
+        merge = copy.copy(self)
+        merge.numbers = (*self.ahead, problem.len_k, *self.behind)
+        return merge
 
     def room(self, like: Tensor) -> Tensor:
         """For the states, on the device of `like`."""

@@ -18,13 +18,17 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """make(): a model; inputs(device): what it is called with. rival: the attention that such models have today."""
+    """make(): a model; inputs(device): what it is called with. rival: the attention that such models have today.
+
+    varied(inputs, n): what it is called with for the n-th time.
+    """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[str], Inputs]
     training: bool = False  # a step's gradients too
     compiled: bool = False  # also by torch.compile, which takes it some ten seconds
     rival: str = "sdpa"
+    varied: Callable[[Inputs, int], Inputs] = lambda inputs, n: inputs
 
 
 def llama(hidden: int, heads: int, heads_kv: int, inner: int, layers: int = LAYERS, cached: bool = True) -> nn.Module:
@@ -196,6 +200,14 @@ def answer(device: str, batch: int, cached: int, count: int = 16) -> Inputs:
     return {"input_ids": tokens(device, batch, count), **cache}
 
 
+def behind_more(inputs: Inputs, n: int) -> Inputs:
+    """An answer behind 2048 keys and more, no token of which has as many as any before, of some of those given."""
+    end = 2048 + n * (inputs["input_ids"].shape[1] + 1)
+    if end > inputs["keys"].shape[2]:
+        raise ValueError(f"n: there are {inputs['keys'].shape[2]} keys; got {n}, for which {end} are needed")
+    return {**inputs, **{name: inputs[name][:, :, :end] for name in ("keys", "values")}}
+
+
 WORKS = {
     "llama-8b-512": Work(llama_8b, lambda device: prompt(device, 512), compiled=True),
     "llama-8b-2k": Work(llama_8b, lambda device: prompt(device, 2048), compiled=True),
@@ -205,6 +217,9 @@ WORKS = {
     "gpt-oss-4k": Work(gpt_oss, lambda device: prompt(device, 4096), rival="eager"),
     "llama-8b-answer-1x2k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 1, 2048)),
     "llama-8b-answer-16x8k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 16, 8192)),
+    "llama-8b-answer-new": Work(
+        lambda: Answering(llama_8b()), lambda device: answer(device, 1, 8192), varied=behind_more
+    ),
     "gemma2-9b-4k": Work(gemma2, lambda device: prompt(device, 4096), rival="eager"),
     "bert-padded": Work(bert, lambda device: padded(device, 32, 512)),
     "vit-l": Work(vit, lambda device: {"pixel_values": normal(device, 32, 3, 224, 224)}, compiled=True),

@@ -103,6 +103,28 @@ def test_an_answer_is_compared_and_timed(batch, monkeypatch):
     assert set(errors) == {"sdpa", models.OURS} and 0 < max(errors.values()) < 0.03
 
 
+def test_no_length_of_a_new_answer_was_there_before(monkeypatch):
+    """With either provider; and no answer is behind more keys than there are."""
+    seen = []
+
+    class Seen(torch.nn.Module):
+        def forward(self, input_ids, keys, values):
+            seen.extend(keys.shape[2] + token for token in range(1, input_ids.shape[1] + 1))
+            assert keys.shape == values.shape
+            return (keys,)
+
+    keys = torch.zeros(1, 2, 2500, 8)
+    given = {"input_ids": torch.zeros(1, 3).long(), "keys": keys, "values": keys}
+    work = model_works.Work(Seen, lambda device: given, varied=model_works.behind_more)
+    monkeypatch.setattr(models, "attending", lambda model, name: nullcontext())
+    monkeypatch.setattr(models, "peak_mib", lambda call: call() or 1.0)
+    monkeypatch.setattr(models, "sustained", lambda call, warm, timed: [call(i) for i in range(5)] and Timing([600.0]))
+    models.measure(Seen(), Seen(), given, work)
+    assert len(seen) == len(set(seen)) == 2 * 2 * 7 * 3 and min(seen) > 2048
+    with pytest.raises(ValueError, match="n: there are 2500 keys; got 200, for which 2848 are needed"):
+        work.varied(given, 200)
+
+
 def test_models_of_diffusers_take_what_stands_for_torchs_function():
     q = torch.randn(1, 2, 5, 8)
     attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -74,19 +75,22 @@ def a_cache(rng: random.Random):
     return make
 
 
-def what_is_launched(call):
-    """All that a call's launches are, in an order of their own."""
+def what_is_launched(run):
+    """All that a call's launches are but for addresses, in an order of their own."""
+    call, numbers = (run.func, run.keywords["numbers"]) if isinstance(run, functools.partial) else (run, run.numbers)
     assert isinstance(call, decode_launch.Call)
     of = lambda start: (start.kernel, start.grid, start.options, start.descriptors.blank)
-    merge = call.merge and (call.merge.parts, call.merge.state_sizes, call.merge.numbers, of(call.merge.start))
-    return call.problem, call.tile, call.partial_numbers, call.uncovered, [of(x) for x in call.starters], merge
+    merge = call.merge
+    merged = merge and (merge.parts, merge.state_sizes, merge.ahead, merge.behind, of(merge.start))
+    own = call.tile, call.between, call.behind, call.uncovered, [of(x) for x in call.starters]
+    return numbers, compiled_for(numbers), own, merged
 
 
-def compiled_for(call):
-    """What Triton tells apart of the numbers that may differ: of strides, since lengths are not specialised."""
-    steps = [step for steps in call.partial_numbers[:4] if steps is not None for step in steps]
-    assert all(type(step) is int for step in steps)
-    return [(step == 1, step % 16 == 0, step < 2**31) for step in steps], call.partial_numbers[4:7]
+def compiled_for(numbers):
+    """What Triton tells apart of strides; lengths are not specialised."""
+    steps = [step for each in numbers.steps if each is not None for step in each]
+    assert all(type(step) is int for step in steps) and numbers.flat == (*steps, numbers.length)
+    return [(step == 1, step % 16 == 0, step < 2**31) for step in steps]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -111,8 +115,7 @@ def test_a_longer_call_launches_what_a_new_one_would(gpu, seed):
             fresh = calls.prepared(others)
             assert found is not fresh and found.trusted and found.problem == fresh.problem
             assert what_is_launched(found.run) == what_is_launched(fresh.run), (one, other)
-            was = calls.prepared(args).run
-            assert compiled_for(found.run) == compiled_for(was), (one, other)
+            assert what_is_launched(found.run)[1] == compiled_for(calls.prepared(args).run.numbers), (one, other)
     assert longer > 10
 
 
@@ -137,10 +140,14 @@ def test_decisions_fall_at_whole_steps(gpu):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(len_k, numbers behind the addresses) of what a GPU would be given to launch, on a CPU."""
+    """(len_k, arguments behind the addresses, the merge's) of what a GPU would be given to launch, on a CPU."""
     monkeypatch.setattr(dispatch.targets, "of", lambda device: GPUS[0])
     seen = []
-    start = lambda series, *given: seen.append((given[1].shape[2], series.launches(*given)[0][1][16:]))
+
+    def start(series, *given):
+        (_, partial), (_, merge) = series.launches(*given)
+        seen.append((given[1].shape[2], partial[16:], [x for x in merge if type(x) is int]))
+
     monkeypatch.setattr(Series, "__call__", start)
     monkeypatch.setattr(decode_launch, "on", lambda device, launch, *args: launch(*args))
     return seen
@@ -162,11 +169,12 @@ def test_a_cache_that_grows_is_prepared_once_a_step_of_lengths(launched, door, m
         for _layer in range(2):
             getattr(fa, door)(*grown(length))
     assert planned == [1000, 1024, 1025, 1088, 1089]
-    assert [length for length, _ in launched] == [length for length in range(1000, 1100) for _ in range(2)]
-    for length, numbers in launched:
+    assert [length for length, *_ in launched] == [length for length in range(1000, 1100) for _ in range(2)]
+    for length, numbers, merge in launched:
         q, k, v = grown(length)
         assert numbers[1] == k.stride() and numbers[2] == v.stride() and length in numbers
-        assert numbers[0] == q.stride() and not {1000, 1024, 1025, 1088, 1089} - {length} & set(numbers)
+        assert numbers[0] == q.stride() and length in merge
+        assert not ({1000, 1024, 1025, 1088, 1089} - {length}) & {*numbers, *merge}
 
 
 def arguments(length, backend="auto", causal=False, scale=None, **given):

@@ -227,9 +227,9 @@ def call_of(batch: int, tokens: int, keys: int, most_k: int) -> decode_launch.Ca
 def test_many_programs_do_not_say_that_the_next_launch_may_come(batch, tokens, keys, partial, merge):
     """The launch for rows that no sequence covers, behind the merge, or where there is none, behind the first."""
     call = call_of(batch, tokens, keys, keys)
-    assert (call.partial.grid[0] <= TELLING) is call.partial_numbers[-3] is partial
+    assert (call.partial.grid[0] <= TELLING) is call.behind[-3] is partial
     assert (merge is None) is (call.merge is None)
-    assert call.merge is None or (call.merge.start.grid[0] <= TELLING) is call.merge.numbers[-3] is merge
+    assert call.merge is None or (call.merge.start.grid[0] <= TELLING) is call.merge.behind[-3] is merge
 
 
 @pytest.mark.gpu

@@ -213,7 +213,8 @@ class Call:
         states, behind = (lse, lse, out), []
         if self.merge:
             states = self.merge.states(room)
-            behind = [(self.merge.start, self.merge.arguments(inputs, out, lse, states))]
+            merged = self.merge.arguments(inputs, out, lse, states, self.problem.len_k)
+            behind = [(self.merge.start, merged)]
         elif self.uncovered:
             behind = [(self.uncovered.start, self.uncovered.arguments(inputs, out, lse))]
         return [(self.start, self.arguments(inputs, table, states[2], states[0], counter)), *behind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from flashattn_lite.kernels.operands import (
     VECTOR,
     contiguous,
     expanded_mask,
+    in_bytes,
     in_rows,
     lse_strides,
     mask_strides,
@@ -29,7 +29,7 @@ from flashattn_lite.kernels.operands import (
     strides,
     vectorised,
 )
-from flashattn_lite.kernels.series import Series
+from flashattn_lite.kernels.series import Numbers, Series
 from flashattn_lite.kernels.start import Plan, Starter, on, options_of
 from flashattn_lite.kernels.tuning import cdiv, padded
 from flashattn_lite.kernels.tuning_decode import (
@@ -166,7 +166,7 @@ class Call:
             *(problem.diag_lo, problem.diag_hi, problem.scale * LOG2E, problem.softcap),
             *(tile.PDL and (packed or not alone) and grid <= TELLING, problem.features, tile),
         )
-        self.partial_numbers = self.numbers_of(inputs)
+        self.numbers = numbers_of(problem, inputs)
         partial = options_of(config)
         if config.registers:
             partial["maxnreg"] = config.registers
@@ -180,46 +180,47 @@ class Call:
             self.starters.append(self.uncovered.start)
         self.series = Series(self.launches)
 
-    def numbers_of(self, inputs: Inputs) -> tuple[Any, ...]:
-        """Behind the addresses."""
-        mask, packed = inputs.mask, self.problem.features.varlen
-        steps = (strides(x, packed) for x in inputs[:3])
-        mask_steps = None if mask is None else mask_strides(expanded_mask(self.problem, mask))
-        return (*steps, mask_steps, *self.between, self.problem.len_k, *self.behind)
-
-    def longer(self, problem: AttentionProblem, inputs: Inputs) -> Call:
+    def longer(self, problem: AttentionProblem, inputs: Inputs) -> Callable[..., None]:
         """The call of as many more or fewer keys as `keys.but_length` allows: other numbers for the same launches."""
-        call = copy.copy(self)
-        call.problem = problem
-        call.partial_numbers = call.numbers_of(inputs)
-        call.merge = None if self.merge is None else self.merge.longer(problem)
-        call.series = Series(call.launches)
-        return call
+        return functools.partial(self, table=None, numbers=numbers_of(problem, inputs))
 
     def launches(self, *given: Any) -> list[Launch]:
-        """Of inputs, out, lse, a table and room for states."""
-        *tensors, out, lse, table, room = given
-        inputs = Inputs(*tensors)
+        """Of inputs, out, lse, a table, room for states and the numbers of a length."""
+        *tensors, out, lse, table, room, numbers = given
+        inputs, (steps, len_k, _) = Inputs(*tensors), numbers
+        behind_addresses = (*steps, *self.between, len_k, *self.behind)
         table = None if table is None else in_rows(table)
-        mask = None if inputs.mask is None else expanded_mask(self.problem, inputs.mask)
+        mask = None if inputs.mask is None else in_bytes(inputs.mask)
         read = (*inputs[:3], table, contiguous(inputs.kv_lens), mask, *packing(inputs))
         behind = (self.uncovered.arguments(inputs, out, lse),) if self.uncovered else ()
         if self.merge is None:
             written = (None, None, None, out, lse, contiguous(inputs.sinks))
-            arguments = ((*read, *written, *self.partial_numbers), *behind)
+            arguments = ((*read, *written, *behind_addresses), *behind)
         else:
             states = self.merge.states(room)
-            partial = (*read, *states, None, None, None, *self.partial_numbers)
-            arguments = (partial, self.merge.arguments(inputs, out, lse, states), *behind)
+            partial = (*read, *states, None, None, None, *behind_addresses)
+            arguments = (partial, self.merge.arguments(inputs, out, lse, states, len_k), *behind)
         return list(zip(self.starters, arguments, strict=True))
 
-    def given(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None) -> tuple[Any, ...]:
+    def given(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None, numbers: Numbers | None = None
+    ) -> tuple[Any, ...]:
         """What the launches are of."""
-        return *inputs, out, lse, table, self.merge.room(out) if self.merge else None
+        return *inputs, out, lse, table, self.merge.room(out) if self.merge else None, numbers or self.numbers
 
-    def __call__(self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
+    def __call__(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, table: Tensor | None = None, numbers: Numbers | None = None
+    ) -> None:
+        """numbers: of another length."""
         if out.numel():
-            on(out.device, self.series, *self.given(inputs, out, lse, table))
+            on(out.device, self.series, *self.given(inputs, out, lse, table, numbers))
+
+
+def numbers_of(problem: AttentionProblem, inputs: Inputs) -> Numbers:
+    """What belongs to a cache's length."""
+    mask, packed = inputs.mask, problem.features.varlen
+    mask_steps = None if mask is None else mask_strides(expanded_mask(problem, mask))
+    return Numbers.of((*(strides(x, packed) for x in inputs[:3]), mask_steps), problem.len_k)
 
 
 def may_own_pairs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,19 +57,12 @@ class Merge:
         tells = tile.PDL and packed and programs <= TELLING  # those who look for uncovered rows
         self.behind = (problem.diag_lo, problem.diag_hi, own, lanes, long_own, long_lanes, columns, tells)
         self.behind += (problem.features, tile)
-        self.numbers = (*self.ahead, problem.len_k, *self.behind)
         options: dict[str, Any] = {"num_warps": 1, "num_stages": 1}
         if target.kind == "cuda":
             options["maxnreg"] = config.merge_registers
         if tile.PDL:
             options["launch_pdl"] = True
         self.start = Starter(merge_kernel, programs, options)
-
-    def longer(self, problem: AttentionProblem) -> Merge:
-        """The same for another number of keys that are in as many splits."""
-        merge = copy.copy(self)
-        merge.numbers = (*self.ahead, problem.len_k, *self.behind)
-        return merge
 
     def room(self, like: Tensor) -> Tensor:
         """For the states, on the device of `like`."""
@@ -81,9 +73,10 @@ class Merge:
         of_acc, of_m, of_l = self.state_sizes
         return room.narrow(0, of_acc, of_m), room.narrow(0, of_acc + of_m, of_l), room
 
-    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States) -> tuple[Any, ...]:
+    def arguments(self, inputs: Inputs, out: Tensor, lse: Tensor, states: States, len_k: int) -> tuple[Any, ...]:
+        """len_k: keys of the longest sequence."""
         lengths = contiguous(inputs.kv_lens), *packing(inputs)
-        return (out, lse, contiguous(inputs.sinks), *lengths, *states, *self.numbers)
+        return (out, lse, contiguous(inputs.sinks), *lengths, *states, *self.ahead, len_k, *self.behind)
 
 
 def columns_of(own: int, lanes: int, tile: DecodeTile, config: DecodeConfig) -> int:

@@ -94,7 +94,11 @@ def vectorised(x: Tensor) -> bool:
 
 def expanded_mask(problem: AttentionProblem, mask: Tensor) -> Tensor:
     """[B, Hq, L, S] of a mask; a bool one in bytes."""
-    mask = mask.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_k)
+    return in_bytes(mask.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_k))
+
+
+def in_bytes(mask: Tensor) -> Tensor:
+    """A mask as kernels read it."""
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 

@@ -2,15 +2,17 @@
 
 Triton's launcher takes 6 to 8 us of C for a launch, of which the driver needs 4, and half as much Python comes first.
 So after some calls a series goes to the driver (cuLaunchKernelEx) as it lies in memory. What a kernel takes is in its
-signature; numbers are the same each time; which tensor, or which place in one, each pointer is, the launches of
-stand-ins show. The driver is asked whether the parameters are what we take them for. Where anything is otherwise, for
-AMD, and where an address has no tensor map yet, each launch is Triton's (`descriptors.Launcher`).
+signature; numbers are the same each time, but for those that are given; which of these a parameter is, and which
+tensor, or which place in one, each pointer is, the launches of stand-ins show. The driver is asked whether the
+parameters are what we take them for. Where anything is otherwise, for AMD, and where an address has no tensor map yet,
+each launch is Triton's (`descriptors.Launcher`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,22 +24,21 @@ from flashattn_lite.kernels.descriptors import Launcher
 from flashattn_lite.kernels.start import Starter, current_stream, hooked, start_all
 
 Launches = Callable[..., Sequence[Launch]]
-Given = tuple[Any, ...]  # a call's tensors, and what else has an address; None where there is none
+Given = tuple[Any, ...]  # a call's tensors, and what else has an address; None where there is none; or Numbers, last
 
 # Bytes of a number by its type; a pointer has 8. A tensor map has 128, at a multiple of 128 in Triton's object for it.
 SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u1": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8, "fp32": 4}
 WORD, MAP = 8, 128
-# Calls of one shape: to know its launches costs 100 to 300 us, and saves 5 to 20 a call. A cache that grows has a shape
-# for each token, which all layers share.
-WORTH = 16
+WORTH = 16  # calls: to know their launches costs 100 to 300 us, and saves 5 to 20 a call
 OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Series:
     """`series(*given)` starts launches(*given), in their order, on the current device.
 
-    launches: makes them of tensors of the same metadata, all else the same each time. It is also asked for the launches
-    of stand-ins; where it takes anything else of them than views, a copy, say, the series stays Triton's.
+    launches: makes them of tensors of the same metadata, and of Numbers; all else is the same each time. It is also
+    asked for the launches of stand-ins; where it takes anything else of them than views, a copy, say, the series stays
+    Triton's.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -53,6 +54,35 @@ class Series:
         self.started += 1
         if self.started == WORTH and all(starter.launcher for starter, _ in launches if starter.grid[0]):
             self.again = again(self.launches, given)
+
+
+class Numbers(NamedTuple):
+    """What differs from call to call besides addresses, and is compiled alike: strides of tensors, and a length."""
+
+    steps: tuple[tuple[int, ...] | None, ...]
+    length: int
+    flat: tuple[int, ...]
+
+    @classmethod
+    def of(cls, steps: tuple[tuple[int, ...] | None, ...], length: int) -> Numbers:
+        return cls(steps, length, (*(step for each in steps if each is not None for step in each), length))
+
+    def marked(self) -> Numbers:
+        """Of stand-ins, each of which knows where its number is among the flat ones."""
+        marks = map(Mark, itertools.count())
+        steps = tuple([None if each is None else tuple([next(marks) for _ in each]) for each in self.steps])
+        return Numbers.of(steps, next(marks))
+
+
+class Mark(int):
+    """A stand-in for a number that is given."""
+
+
+class Varying(NamedTuple):
+    """A parameter that is one of the numbers given, by its place among them."""
+
+    number: int
+    size: int
 
 
 class Number(NamedTuple):
@@ -79,11 +109,14 @@ class Map(NamedTuple):
     size: int = MAP
 
 
+Parameter = Number | Varying | Pointer | Map
+
+
 class Prepared(NamedTuple):
     """A launch that was started: its kernel's parameters, threads and bytes of shared memory of a block."""
 
     starter: Starter
-    parameters: list[Number | Pointer | Map]
+    parameters: list[Parameter]
     threads: int
     shared: int
 
@@ -106,13 +139,14 @@ class Attribute(ctypes.Structure):
 
 
 class Room:
-    """A series in memory: first the addresses of what is given, then of places in it, then all numbers."""
+    """A series in memory: first the addresses of what is given, then of places in it, numbers given, all others."""
 
-    def __init__(self, series: Sequence[Prepared], given: int, places: Sequence[Pointer]) -> None:
+    def __init__(self, series: Sequence[Prepared], given: int, places: Sequence[Pointer], varying: int) -> None:
         numbers = [of.bits for launch in series for of in launch.parameters if isinstance(of, Number)]
-        first = given + len(places)
+        first = given + len(places) + varying
         self.words = (ctypes.c_uint64 * (first + len(numbers)))()
         self.words[first:] = numbers
+        self.numbers: Numbers | None = None  # those given that are in there
         self.maps: list[tuple[Any, int]] = []  # where addresses of maps belong
         self.configs: list[Config] = []
         self.launches: list[tuple[int, int, int, None]] = []  # config, function, parameters, nothing more
@@ -126,6 +160,8 @@ class Room:
                     continue
                 if isinstance(of, Number):
                     word, first = first, first + 1
+                elif isinstance(of, Varying):
+                    word = given + len(places) + of.number
                 else:
                     word = given + places.index(of) if of.offset else of.tensor
                 pointers[i] = ctypes.addressof(self.words) + WORD * word
@@ -141,9 +177,11 @@ class Room:
 class Again:
     """A series as the driver takes it: `again(given)` starts it for other tensors, or is False and starts nothing."""
 
-    def __init__(self, series: Sequence[Prepared], present: Sequence[int], launch: Callable[..., int]) -> None:
-        """present: indices of what is given and not None."""
-        self.series, self.present, self.launch = series, present, launch
+    def __init__(
+        self, series: Sequence[Prepared], present: Sequence[int], launch: Callable[..., int], varying: int = 0
+    ) -> None:
+        """present: indices of what is given and has an address. varying: how many numbers are given behind it."""
+        self.series, self.present, self.launch, self.varying = series, present, launch, varying
         self.index = series[0].starter.index
         every = [of for launch in series for of in launch.parameters]
         self.places = list(dict.fromkeys(of for of in every if isinstance(of, Pointer) and of.offset))
@@ -159,11 +197,12 @@ class Again:
         try:
             room = self.rooms.pop()
         except IndexError:
-            room = Room(self.series, len(addresses), self.places)
-        first = len(addresses)
-        room.words[:first] = addresses
-        if self.places:
-            room.words[first : first + len(self.places)] = [addresses[of] + offset for of, offset, _ in self.places]
+            room = Room(self.series, len(addresses), self.places, self.varying)
+        words = [*addresses, *(addresses[of] + offset for of, offset, _ in self.places)] if self.places else addresses
+        room.words[: len(words)] = words
+        if self.varying and room.numbers is not given[-1]:
+            room.numbers = given[-1]
+            room.words[len(words) : len(words) + self.varying] = room.numbers.flat
         for (pointers, i), of in zip(room.maps, maps, strict=True):
             pointers[i] = id(of) + MAP
         stream = current_stream(self.index)
@@ -180,7 +219,8 @@ class Again:
 def again(launches: Launches, given: Given) -> Again | None:
     """Launches that were started for `given`, by launchers, as the driver takes them; None where that is not known."""
     driver = cuda_driver()
-    present = [i for i, x in enumerate(given) if x is not None]
+    numbers = given[-1] if given and isinstance(given[-1], Numbers) else None
+    present = [i for i, x in enumerate(given) if x is not None and x is not numbers]
     with torch.inference_mode(False):  # where views would not say what they are of
         stand_ins = [None if x is None else stand_in(x) for x in given]
         try:
@@ -194,11 +234,13 @@ def again(launches: Launches, given: Given) -> Again | None:
     for of in series:
         if sizes(ask, of.starter.compiled.function) != [parameter.size for parameter in of.parameters]:
             return None
-    return Again(series, present, launch)
+    return Again(series, present, launch, 0 if numbers is None else len(numbers.flat))
 
 
-def stand_in(x: Any) -> Tensor:
-    """Of a tensor's shape and strides, without memory; also for what else has an address."""
+def stand_in(x: Any) -> Any:
+    """Of a tensor's shape and strides, without memory; also for what else has an address, and for numbers."""
+    if isinstance(x, Numbers):
+        return x.marked()
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return torch.empty(1, dtype=x.dtype, device="meta")
@@ -209,7 +251,7 @@ def prepared(starter: Starter, args: tuple[Any, ...], stand_ins: Sequence[Any]) 
     compiled, kept = starter.compiled, cast("Launcher", starter.launcher).kept
     if compiled.metadata.num_ctas != 1 or compiled.metadata.launch_cooperative_grid:
         raise LookupError("a launch of another kind")
-    parameters: list[Number | Pointer | Map] = []
+    parameters: list[Parameter] = []
     for i, (kind, x) in enumerate(zip(compiled.src.signature.values(), args, strict=True)):
         if isinstance(kind, str) and kind.startswith("tensordesc"):
             # All maps lie alike: Triton allocates each at a multiple of its size.
@@ -227,7 +269,7 @@ def prepared(starter: Starter, args: tuple[Any, ...], stand_ins: Sequence[Any]) 
     return Prepared(starter, parameters, 32 * threads, shared)
 
 
-def leaves(kind: Any, x: Any, stand_ins: Sequence[Any]) -> Iterator[Number | Pointer]:
+def leaves(kind: Any, x: Any, stand_ins: Sequence[Any]) -> Iterator[Parameter]:
     """Parameters of an argument, by its type in a signature."""
     if isinstance(kind, tuple):
         for part, own in zip(kind, x, strict=True):
@@ -247,8 +289,10 @@ def place_in(x: Tensor, stand_ins: Sequence[Any]) -> Pointer:
     raise LookupError("a tensor that is not given")
 
 
-def number(kind: str, x: Any) -> Number:
+def number(kind: str, x: Any) -> Number | Varying:
     """A number of that type, as the driver has it."""
+    if isinstance(x, Mark):
+        return Varying(int(x), SIZES[kind])
     bits = ctypes.c_uint32.from_buffer(ctypes.c_float(x)).value if kind == "fp32" else int(x)
     return Number(bits & (1 << 64) - 1, SIZES[kind])
 

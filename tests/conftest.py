@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensor
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 WITHOUT_KERNELS = {  # files
     "test_benchmarks", "test_commands", "test_context_parallel", "test_docs", "test_first_call", "test_flops",
-    "test_import", "test_interpreter", "test_layers", "test_models", "test_operands", "test_options", "test_problems",
-    "test_published",
+    "test_import", "test_interpreter", "test_layers", "test_longer_calls", "test_models", "test_operands",
+    "test_options", "test_problems", "test_published",
     "test_published_readme", "test_reference", "test_small_calls", "test_testing_bounds", "test_testing_decoding",
     "test_testing_kit", "test_testing_options", "test_testing_packed", "test_testing_tensors", "test_testing_writes",
     "test_tiled", "test_tiled_bits",

@@ -206,18 +206,15 @@ def test_another_call_of_that_length_is_not_taken_for_it(launched):
 
 
 def test_a_mask_belongs_to_the_length(launched):
-    """One that has a column less is refused, and one whose rows are the same is not taken for one whose rows differ."""
-    rows = lambda length: torch.randn(2, 2, 1, length)  # lengths whose strides are compiled alike
+    """One that has a column less is refused, and one whose rows are the same is not taken for one whose rows differ.
+
+    Of lengths whose strides are compiled alike.
+    """
+    rows = lambda length: torch.randn(2, 2, 1, length)
     fa.attention(*grown(976), mask=rows(976))
     assert calls.known(arguments(992, mask=rows(992))) is not None
-    for mask in (
-        rows(992),
-        rows(1),
-        rows(1008)[:1],
-        rows(1008)[0],
-        rows(1008)[:, :1].expand(2, 2, 1, 1008),
-        rows(1008) > 0,
-    ):
+    same_rows = rows(1008)[:, :1].expand(2, 2, 1, 1008)
+    for mask in (rows(992), rows(1), rows(1008)[:1], rows(1008)[0], same_rows, rows(1008) > 0):
         assert calls.known(arguments(1008, mask=mask)) is None
     with pytest.raises(ValueError, match="mask: "):
         fa.attention(*grown(1008), mask=rows(992))

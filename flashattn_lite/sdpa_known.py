@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_lite import calls, operators, ops, watchers
+from flashattn_lite import batch_dims, calls, operators, ops, watchers
 from flashattn_lite.autocast import autocasts
 from flashattn_lite.problem import Inputs
 
@@ -69,6 +69,5 @@ def _viewed(inputs: Inputs, is_causal: bool) -> Inputs | None:
     if mask is not None:
         if is_causal or mask.dim() > dims or mask.dtype not in (torch.bool, torch.float32, q.dtype):
             return None
-        if mask.dim() < 4:
-            mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+        mask = batch_dims.with_dims(mask, 4)
     return Inputs(q, k, v, mask) if dims == 4 else Inputs(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask)

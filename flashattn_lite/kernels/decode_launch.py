@@ -133,7 +133,7 @@ class Call:
         config: DecodeConfig | None = None,
         table: Tensor | None = None,
     ) -> None:
-        self.problem = problem = as_promised(problem)
+        problem = as_promised(problem)
         config = config or config_of(problem, inputs, target)
         k = inputs.k
         tile = tile_of(problem, inputs, target, config, 0 if table is None else k.shape[2])

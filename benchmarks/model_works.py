@@ -5,7 +5,7 @@ Of layers that are all alike a model has the first LAYERS; the UNet is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 LAYERS = 8
+TEXTS = 256, 512, 1024, 2048, 4096, 512, 1024, 2048, 768, 1280, 2816  # tokens, 16k in all
 Inputs = dict[str, Any]
 
 
@@ -155,6 +156,12 @@ def learning(device: str, batch: int, length: int) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
+def learning_packed(device: str, lengths: Sequence[int]) -> Inputs:
+    """Texts of these lengths in one row, which positions that start anew keep apart."""
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    return {**learning(device, 1, sum(lengths)), "position_ids": positions[None]}
+
+
 def flux_inputs(device: str, side: int, text: int) -> Inputs:
     """An image of side x side patches (1024 pixels: 64)."""
     return {
@@ -214,6 +221,7 @@ WORKS = {
     "llama-8b-16k": Work(llama_8b, lambda device: prompt(device, 16384)),
     "llama-8b-padded": Work(llama_8b, lambda device: {**padded(device, 4, 2048), "logits_to_keep": 1}),
     "mistral-7b-16k": Work(mistral, lambda device: prompt(device, 16384)),
+    "mistral-7b-32k": Work(mistral, lambda device: prompt(device, 32768)),
     "gpt-oss-4k": Work(gpt_oss, lambda device: prompt(device, 4096), rival="eager"),
     "llama-8b-answer-1x2k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 1, 2048)),
     "llama-8b-answer-16x8k": Work(lambda: Answering(llama_8b()), lambda device: answer(device, 16, 8192)),
@@ -228,5 +236,6 @@ WORKS = {
     "sdxl": Work(sdxl, sdxl_inputs),
     "wan-480p": Work(wan, wan_inputs),
     "llama-1b-train": Work(llama_1b, lambda device: learning(device, 4, 2048), training=True, compiled=True),
+    "llama-1b-packed-train": Work(llama_1b, lambda device: learning_packed(device, TEXTS), training=True),
     "vit-l-train": Work(vit, lambda device: {"pixel_values": normal(device, 64, 3, 224, 224)}, training=True),
 }

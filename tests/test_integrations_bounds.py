@@ -174,11 +174,11 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     options["allow_is_causal_skip"], options["allow_is_bidirectional_skip"] = (
         join is None and way for way in (causal, not causal)
     )
-    mask = integration.attention_mask(
-        batch_size=2, q_length=len_q, kv_length=len_k, q_offset=before, kv_offset=first, mask_function=function,
-        attention_mask=padding, config=config,
-        device=torch.device("cpu"), **options,
-    )  # fmt: skip
+    options |= {"batch_size": 2, "q_length": len_q, "kv_length": len_k, "q_offset": before, "kv_offset": first}
+    options |= {"mask_function": function, "attention_mask": padding, "device": torch.device("cpu")}
+    mask, theirs = integration.attention_mask(config=config, **options), masking_utils.sdpa_mask(**options)
+    assert (mask is None) == (theirs is None)
+    assert mask is None or torch.equal(mask, theirs)
     told = bounds.of(mask, len_q, len_k)
     if told is None:
         assert mask is None or len_q == 1 or join is not None or (chunk and not causal)
@@ -250,5 +250,7 @@ def test_a_layer_compiled_by_itself_takes_the_mask_as_it_is():
         return x + (bounds.of(mask, 5, x.shape[0]) is not None)
 
     for before in range(4, 16):
-        assert not known(told_mask(kv_length=5 + before, q_offset=before), torch.zeros(5 + before)).any()
+        padding = torch.arange(5 + before) >= torch.tensor([[0], [3]])
+        mask = told_mask(kv_length=5 + before, q_offset=before, attention_mask=padding)
+        assert not known(mask, torch.zeros(5 + before)).any()
     assert frames.frame_count <= 2

@@ -48,12 +48,14 @@ def test_packed_sequences_are_read_off_a_mask(data):
     config = transformers.LlamaConfig()
     config.sliding_window = window
     options = {"local_size": window} if window else {}
+    options |= {"batch_size": batch, "q_length": length, "kv_length": length, "q_offset": 0}
+    options |= {"allow_is_causal_skip": False, "device": torch.device("cpu"), "config": config}
     make = lambda function, padding=None: integration.attention_mask(
-        batch_size=batch, q_length=length, kv_length=length, q_offset=0, mask_function=function, config=config,
-        allow_is_causal_skip=False, attention_mask=padding, device=torch.device("cpu"), **options,
-    )  # fmt: skip
+        mask_function=function, attention_mask=padding, **options
+    )
     parts = packed_parts(window, number)
     mask = make(masking_utils.and_masks(*parts))
+    assert torch.equal(mask, masking_utils.sdpa_mask(mask_function=masking_utils.and_masks(*parts), **options))
     told = bounds.of(mask, length, length)
     assert not told.alone
     assert told.sequences.ends == told.sequences.cu_seqlens.tolist()

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import model_works, models
 from benchmarks.timing import Timing
+from flashattn_lite.integrations import packing
 from flashattn_lite.integrations import transformers as integration
 
 pytest.importorskip("transformers", reason="its models are those that are run")
@@ -123,6 +124,20 @@ def test_no_length_of_a_new_answer_was_there_before(monkeypatch):
     assert len(seen) == len(set(seen)) == 2 * 2 * 7 * 3 and min(seen) > 2048
     with pytest.raises(ValueError, match="n: there are 2500 keys; got 200, for which 2848 are needed"):
         work.varied(given, 200)
+
+
+def test_texts_in_one_row_are_taken_apart(monkeypatch):
+    """By their lengths, not by a mask: else what is timed is another work."""
+    lengths = []
+    varlen = packing.attention_varlen
+    monkeypatch.setattr(
+        packing, "attention_varlen", lambda q, k, v, starts, *rest, **options: lengths.append(starts.diff().tolist())
+        or varlen(q, k, v, starts, *rest, **options)
+    )  # fmt: skip
+    model = model_works.llama(32, 4, 2, 32, layers=1, cached=False)
+    with models.attending(model, models.OURS):
+        model(**model_works.learning_packed("cpu", [3, 5, 2])).loss.backward()
+    assert lengths == [[3, 5, 2]]
 
 
 def test_models_of_diffusers_take_what_stands_for_torchs_function():

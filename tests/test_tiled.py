@@ -52,8 +52,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def pose(
     device: torch.device, dtype: torch.dtype, *, heads: Any = (4, 2), dims: Any = (16, 16), **options: Any
 ) -> tuple[Inputs, dict[str, Any]]:
-    """Random inputs of B = 2, L = 23, S = 37, and the options left for `describe`."""
-    random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """Random inputs of B = 2, L = 23, S = 37, and the options left for `describe`. What follows is drawn alike, too."""
+    random = functools.partial(torch.randn, generator=torch.manual_seed(0), dtype=torch.float64)
     q, k, v = (
         random(2, h, n, d) for h, n, d in ((heads[0], 23, dims[0]), (heads[1], 37, dims[0]), (heads[1], 37, dims[1]))
     )

@@ -2,7 +2,7 @@
 
 A padded batch has a mask that is causal, too, and a layer with a window has one from a prompt of that length on: all
 L x S pairs of booleans. Who knows where the mask ends before and behind each query visits those keys alone; and where
-nothing else is hidden, the mask is not read at all, nor made in compiled code, which drops what nobody reads.
+nothing else is hidden, the mask is not read at all, nor made (`lazy_mask.py`; compiled code drops what nobody reads).
 
 Bounds are told to the mask as an attribute, so they go where it goes, through a compiler too, and no further.
 """
@@ -10,14 +10,16 @@ Bounds are told to the mask as an attribute, so they go where it goes, through a
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashattn_lite.integrations.lazy_mask import Band, LazyMask, counting_versions
 from flashattn_lite.integrations.packing import Sequences, may_read, sequences_of
 
+ON_META = {"device": "meta", "attention_mask": None}
 NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
 
 
@@ -36,21 +38,48 @@ class Bounds(NamedTuple):
         return {"q_start": self.q_start, "window": (self.left, self.right)}
 
 
-def counting_versions() -> AbstractContextManager[Any]:
-    """Within this a mask is one of which `of` can say whether somebody has written into it since."""
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if inference else nullcontext()
+def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: dict[str, Any]) -> Tensor | None:
+    """The mask that `make` makes of these options, with its bounds if they are known; made later where they are all.
+
+    make(**others): with other options in the place of some of these.
+    """
+    described = asked(config, options)
+    if described is None:
+        return make()
+    band, whole, sequences = described
+    count = options["kv_length"]
+    # On no device in particular a mask costs nothing, and says whether there is one.
+    lazy = may_be_lazy() and (sequences is not None or (whole and make(**ON_META) is not None))
+    mask = None if lazy else counted(make)
+    if mask is None and not lazy:
+        return None
+    alone = whole and nothing_padded(options.get("attention_mask"), options.get("kv_offset", 0), count)
+    if mask is None and (alone or sequences is not None):
+        shape, number = (options["batch_size"], 1, options["q_length"], count), sequences and sequences.number
+        mask = LazyMask(shape, options.get("device", "cpu"), band, number)
+    elif mask is None:
+        mask = counted(make)
+    if mask is not None:
+        setattr(mask, NAME, Bounds(*band, alone, sequences, version_of(mask)))
+    return mask
 
 
-def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | None:
-    """The mask that transformers made of these options, with its bounds if they are known.
+def counted(make: Callable[[], Tensor | None]) -> Tensor | None:
+    with counting_versions():
+        return make()
+
+
+def asked(config: Any, options: dict[str, Any]) -> tuple[Band, bool, Sequences | None] | None:
+    """Of the mask that transformers makes of these options, if there is one: what of it is known.
+
+    (q_start, left, right); whether that is all that it hides, but for padding; which sequences it keeps apart.
 
     Source: transformers 5.24, create_causal_mask and create_(bidirectional_)sliding_window_..., for what options mean.
     Before 5.8 they say otherwise where queries begin, and a static cache has a number on the GPU for it: not known.
     """
     q_start, kv_start = options.get("q_offset"), options.get("kv_offset", 0)
-    if mask is None or options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
-        return mask
+    if options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
+        return None
     local: Any = options.get("local_size")
     chunk, padding = getattr(config, "attention_chunk_size", None), options.get("attention_mask")
     windowed = local is not None and chunk is None and local == getattr(config, "sliding_window", None)
@@ -59,18 +88,20 @@ def tell(mask: Tensor | None, config: Any, options: dict[str, Any]) -> Tensor | 
     # layer's window or chunk.
     if options.get("allow_is_causal_skip", True):
         if local is None and not causal(options.get("mask_function")):
-            return mask
+            return None
         left, right = local - 1 if windowed else None, 0
     elif windowed and options.get("allow_is_bidirectional_skip"):
         left = right = local
     elif padding is None and (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
         left, right, sequences = None if local is None else local - 1, 0, sequences_of(number)
     else:
-        return mask
-    described = sequences is None and (windowed or local is None)
-    alone = described and nothing_padded(padding, kv_start, mask.shape[-1])
-    setattr(mask, NAME, Bounds(q_start - kv_start, left, right, alone, sequences, version_of(mask)))
-    return mask
+        return None
+    return (q_start - kv_start, left, right), sequences is None and (windowed or local is None), sequences
+
+
+def may_be_lazy() -> bool:
+    """Whether what is made here is for those alone who are told of it: code that is compiled is not."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def causal(function: Any) -> bool:
@@ -120,9 +151,12 @@ def nothing_padded(padding: Tensor | None, first: int, count: int) -> bool:
 def of(mask: Tensor | None, len_q: int, len_k: int) -> Bounds | None:
     """What was told of this mask, if it still is that one."""
     bounds: Bounds | None = getattr(mask, NAME, None)
-    if mask is None or bounds is None or mask.shape[-2:] != (len_q, len_k) or version_of(mask) != bounds.version:
+    if mask is None or bounds is None or mask.shape[-2:] != (len_q, len_k):
         return None
-    return bounds
+    if torch.compiler.is_compiling() and isinstance(mask, LazyMask):
+        # Which sequences are packed would be compiled into it.
+        return bounds if mask.plain is None and bounds.sequences is None else None
+    return bounds if version_of(mask) == bounds.version else None
 
 
 def version_of(mask: Tensor) -> int | None:

@@ -91,6 +91,7 @@ def tells_apart(mask: Tensor | None, same: Tensor) -> bool:
 class Sequences(NamedTuple):
     """Packed sequences that a mask keeps apart, those of all rows of a batch one after the other."""
 
+    number: Tensor  # (B, L), of each token's sequence in its row
     ends: list[int]  # where they begin, and the end
     cu_seqlens: Tensor
     longest: int
@@ -113,7 +114,7 @@ def sequences_of(number: Tensor) -> Sequences:
     first[:, 1:] = number[:, 1:] != number[:, :-1]
     ends = [*first.flatten().nonzero().flatten().tolist(), number.numel()]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=number.device)
-    return Sequences(ends, cu_seqlens, max(b - a for a, b in itertools.pairwise(ends)))
+    return Sequences(number, ends, cu_seqlens, max(b - a for a, b in itertools.pairwise(ends)))
 
 
 def packed_forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flashattn_lite.arguments import MAX_HEAD_DIM
 from flashattn_lite.autocast import lowered
 from flashattn_lite.errors import not_implemented, type_error, value_error
 from flashattn_lite.integrations import bounds
+from flashattn_lite.integrations.lazy_mask import LazyMask
 from flashattn_lite.integrations.masks import biased, chosen_mask, joined, seen_or_mean
 from flashattn_lite.integrations.packing import check_chosen, check_packing, packed_forward, same_sequence
 from flashattn_lite.watchers import shares_out
@@ -34,12 +36,12 @@ def register(name: str = "attn_lite") -> None:
             FlashAttention, nor one of its own. Once more does nothing.
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
-    that they would say. Keys that causality or a window hides are not read, nor is the mask where nothing is padded
-    (from transformers 5.8 on; not of a static cache): in compiled code a model must not write into a mask. Grouped
-    heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept
-    apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the
-    model hands them to its masks: transformers then makes a mask of all pairs, which only compiled code reads, but none
-    beside a cache, where such sequences are not kept apart. Beside a cache, or by lengths alone, chunks (Llama 4) are
+    that they would say. Keys that causality or a window hides are not read, and where nothing is padded no mask of all
+    pairs is made, unless the model reads it (from transformers 5.8 on; not of a static cache): in compiled code a model
+    must not write into a mask. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of
+    keys. Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by
+    position_ids that start anew, if the model hands them to its masks: of those compiled code makes a mask of all pairs
+    and reads it. Beside a cache such sequences are not kept apart; there, or by lengths alone, chunks (Llama 4) are
     counted from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there.
     Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
     keys are read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
@@ -102,9 +104,8 @@ def attention_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | N
     # layers that share keys may keep the last queries only: those are not causal from the first key on.
     silent = functions == "others" and kind not in SAY_CAUSAL
     skip = {"allow_is_causal_skip": False} if getattr(config, "num_kv_shared_layers", 0) or silent else {}
-    with bounds.counting_versions():
-        mask = sdpa_mask(*args, config=config, **{**options, **skip})
-    return bounds.tell(mask, config, options)
+    make = partial(sdpa_mask, *args, config=config, **{**options, **skip})
+    return bounds.mask_with_bounds(make, config, options)
 
 
 def not_served(config: Any) -> NotImplementedError:
@@ -188,7 +189,8 @@ def check_taken(
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         remedy = "Pass .bool(), or (batch, keys) of 1 and 0, of which transformers makes a mask."
         raise type_error("attention_mask", "must be of booleans or floats", attention_mask, remedy)
-    if attention_mask.shape[-1] not in (key.shape[2], 1):
+    columns = attention_mask.shape[-1]
+    if columns != key.shape[2] and columns != 1:  # not `in`: two unknown lengths are never that to a compiler
         remedy = "Leave out the cache, or its keys' part of the mask (a checkpointed layer in training has no cache)."
         relation = f"must have a column for each of {key.shape[2]} keys, else nobody knows which are whose"
         raise value_error("attention_mask", relation, attention_mask, remedy)
@@ -255,6 +257,8 @@ def attention_forward(
         if cu_seq_lens_q.shape[0] > 2:
             check_chosen(attention_mask, same, indices, block_indices)
         attention_mask = joined(attention_mask, same)
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.made()
     chosen = chosen_mask(module, query, key, indices, block_indices)
     attention_mask = attention_mask if chosen is None else joined(attention_mask, chosen)
     out = attention(

@@ -1,0 +1,157 @@
+"""A mask that transformers need not make: it has what the mask has, and is made for whoever reads it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import flashattn_lite as fa
+from flashattn_lite.integrations import bounds, lazy_mask
+from flashattn_lite.integrations.lazy_mask import LazyMask
+from tests.test_integrations import assert_close, pair, registered, tokens
+from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, masking_utils, told_mask
+
+__all__ = ["registered"]  # a fixture of all that is here
+pytestmark = UNLESS_IT_IS_SAID
+POSITIONS = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)  # of two sequences in a row
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How often a mask was made."""
+    masks = []
+    make = lazy_mask.band_mask
+    monkeypatch.setattr(lazy_mask, "band_mask", lambda *given: masks.append(given) or make(*given))
+    return lambda: len(masks)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("work", ["prompt", "ones", "second prompt", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_has_a_mask_of_all_pairs_made(device, name, work, mode, count, monkeypatch):
+    """Nor has transformers: what it gives its masks is of one row or column, but for one of padding."""
+    ours, theirs = pair(name, device)
+    x = tokens(device)
+    logits, made_elsewhere = [], []
+    sdpa_mask = masking_utils.sdpa_mask
+
+    def spy(*args, **options):
+        mask = sdpa_mask(*args, **options)
+        made_elsewhere.append(mask is not None and mask.device.type != "meta")
+        return mask
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", spy)
+    with mode():
+        for model in (ours, theirs):
+            given = {"prompt": {}, "ones": {"attention_mask": torch.ones_like(x)}}.get(work, {})
+            if work == "packed":
+                given = {"position_ids": POSITIONS.to(device), "use_cache": False}
+            if work == "second prompt":
+                cache = model(x[:, :10])[1]
+                logits.append(model(x[:, 10:], None, None, cache).logits)
+            else:
+                logits.append(model(x, **given).logits)
+            if model is ours:
+                assert not any(made_elsewhere) or (name, work) == ("gpt_oss", "packed")  # hands its masks no positions
+                assert count() == 0
+    assert_close(*logits)
+
+
+READS = {
+    "operators": lambda mask: mask & True,
+    "a slice": lambda mask: mask[..., :],
+    "a copy": lambda mask: mask.clone(),
+    "a deep copy": copy.deepcopy,
+    "numbers": lambda mask: mask.float().bool(),
+    "where it is": lambda mask: mask.cpu(),
+    "a function": lambda mask: torch.where(mask, True, False),
+    "in a list": lambda mask: torch.cat([mask]),
+    "by name": lambda mask: torch.logical_and(input=mask, other=mask),
+    "numpy": lambda mask: torch.from_numpy(mask.numpy()),
+    "numpy's own": lambda mask: torch.from_numpy(np.asarray(mask)),
+    "a list": lambda mask: torch.tensor(mask.tolist()),
+    "a file": lambda mask: through_a_file(mask),
+    "vmap": lambda mask: torch.vmap(lambda x: x & mask[0, 0])(torch.ones(2, 1, 5, 9, dtype=torch.bool)),
+    "made": LazyMask.made,
+}
+
+
+def through_a_file(mask):
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", READS)
+def test_who_reads_it_has_the_mask(read, mode, count):
+    with mode():
+        mask = told_mask()
+        expected = masking_utils.sdpa_mask(batch_size=2, q_length=5, kv_length=9, q_offset=4, local_size=3)
+        assert type(mask) is LazyMask
+        assert (mask.shape, mask.dtype, mask.device) == (expected.shape, expected.dtype, expected.device)
+        assert mask.dim() == expected.dim()
+        assert not mask.is_floating_point()
+        assert count() == 0
+        got = READS[read](mask)
+        assert type(got) is LazyMask or torch.equal(got, expected)
+        assert torch.equal(mask.made(), expected)
+        assert torch.equal(mask, expected)
+        assert count() == 1
+
+
+def test_what_is_written_into_it_stays():
+    for write in (lambda x: x.__setitem__((0, 0, 0, 8), True), lambda x: x[..., 0, :].fill_(True), torch.Tensor.zero_):
+        mask, expected = (LazyMask((1, 1, 5, 9), torch.device("cpu"), (4, None, 0), None) for _ in range(2))
+        expected = expected.made().clone()
+        setattr(mask, bounds.NAME, bounds.Bounds(4, None, 0, True, None, mask._version))
+        assert bounds.of(mask, 5, 9)
+        for x in (mask, expected):
+            write(x)
+        assert torch.equal(mask, expected)
+        assert bounds.of(mask, 5, 9) is None
+
+
+def test_attention_takes_it_as_a_mask(device):
+    number = torch.tensor([[0] * 4 + [1] * 5, [0] * 9], device=device)
+    for given in (None, number):
+        mask = LazyMask((2, 1, 9, 9), torch.device(device), (0, 3, 0), given)
+        assert mask.stride() == mask.made().stride()
+        assert mask.data_ptr() == mask.made().data_ptr()
+        q, k = (torch.randn(2, 3, 9, 16, device=device) for _ in range(2))
+        for _ in range(2):  # a known call, the second time
+            assert torch.equal(fa.attention(q, k, k, mask=mask), fa.attention(q, k, k, mask=mask.made()))
+
+
+@pytest.mark.parametrize("work", ["prompts", "packed", "second prompts"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
+    """In one piece, and not anew for each length or cache; a window hides what it hides without a mask there too."""
+    torch._dynamo.reset()
+    ours, theirs = pair(name, "cpu")
+    frames = CompileCounter()
+    for layer in ours.model.layers:
+        layer.compile(backend=frames, fullgraph=True)
+    compiled = []
+    for length in (24, 17, 19, 30):
+        x = tokens("cpu", length=length)
+        given = {}
+        if work == "packed":
+            given = {"position_ids": torch.cat([torch.arange(10), torch.arange(length - 10)]).expand(2, -1)}
+        logits = []
+        with torch.no_grad():
+            for model in (ours, theirs):
+                if work == "second prompts":
+                    cache = model(x[:, : length // 2])[1]
+                    logits.append(model(x[:, length // 2 :], None, None, cache).logits)
+                else:
+                    logits.append(model(x, use_cache=False, **given).logits)
+        assert_close(*logits)
+        compiled.append(frames.frame_count)
+    assert compiled[-1] == compiled[1] <= 8

@@ -145,9 +145,11 @@ def tokens(device: str, batch: int, length: int) -> Tensor:
     return torch.randint(30000, (batch, length), device=device)
 
 
-def padded(device: str, batch: int, length: int) -> Inputs:
+def padded(device: str, batch: int, length: int, left: bool = False) -> Inputs:
+    """Of half that length and more, padded on the right, or on the left."""
     lengths = torch.linspace(length // 2, length, batch, device=device)
     mask = (torch.arange(length, device=device) < lengths[:, None]).long()
+    mask = mask.flip(1) if left else mask
     return {"input_ids": tokens(device, batch, length), "attention_mask": mask}
 
 
@@ -160,6 +162,11 @@ def learning_packed(device: str, lengths: Sequence[int]) -> Inputs:
     """Texts of these lengths in one row, which positions that start anew keep apart."""
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     return {**learning(device, 1, sum(lengths)), "position_ids": positions[None]}
+
+
+def learning_padded(device: str, batch: int, length: int) -> Inputs:
+    given = padded(device, batch, length)
+    return {**given, "labels": given["input_ids"].where(given["attention_mask"] == 1, -100)}
 
 
 def flux_inputs(device: str, side: int, text: int) -> Inputs:
@@ -220,6 +227,7 @@ WORKS = {
     "llama-8b-2k": Work(llama_8b, lambda device: prompt(device, 2048), compiled=True),
     "llama-8b-16k": Work(llama_8b, lambda device: prompt(device, 16384)),
     "llama-8b-padded": Work(llama_8b, lambda device: {**padded(device, 4, 2048), "logits_to_keep": 1}),
+    "llama-8b-padded-left": Work(llama_8b, lambda device: {**padded(device, 4, 2048, left=True), "logits_to_keep": 1}),
     "mistral-7b-16k": Work(mistral, lambda device: prompt(device, 16384)),
     "mistral-7b-32k": Work(mistral, lambda device: prompt(device, 32768)),
     "gpt-oss-4k": Work(gpt_oss, lambda device: prompt(device, 4096), rival="eager"),
@@ -236,6 +244,7 @@ WORKS = {
     "sdxl": Work(sdxl, sdxl_inputs),
     "wan-480p": Work(wan, wan_inputs),
     "llama-1b-train": Work(llama_1b, lambda device: learning(device, 4, 2048), training=True, compiled=True),
+    "llama-1b-padded-train": Work(llama_1b, lambda device: learning_padded(device, 4, 2048), training=True),
     "llama-1b-packed-train": Work(llama_1b, lambda device: learning_packed(device, TEXTS), training=True),
     "vit-l-train": Work(vit, lambda device: {"pixel_values": normal(device, 64, 3, 224, 224)}, training=True),
 }

@@ -11,6 +11,7 @@ import torch
 
 import flashattn_lite as fa
 from flashattn_lite.integrations import packing
+from flashattn_lite.integrations import padding as paddings
 from flashattn_lite.integrations import transformers as integration
 from flashattn_lite.target import interpreting
 
@@ -81,27 +82,27 @@ def tokens(device, batch=2, length=24):
     return torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_and_gradients_are_theirs(device, name, padded, monkeypatch):
-    layers, attention = [], integration.attention
-    monkeypatch.setattr(
-        integration, "attention", lambda *args, **options: layers.append(options["mask"]) or attention(*args, **options)
-    )
+    layers = []
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 0)
+    for module, name_ in ((integration, "attention"), (packing, "attention_varlen")):
+        attend = getattr(module, name_)
+        spy = lambda *args, attend=attend, **options: layers.append(options.get("mask")) or attend(*args, **options)
+        monkeypatch.setattr(module, name_, spy)
     ours, theirs = pair(name, device)
     x = tokens(device)
     mask = torch.ones_like(x)
     if padded:
-        mask[0, :9] = 0  # on the left
+        mask[0, {"left": slice(9), "right": slice(-9, None)}[padded]] = 0
     seen = mask.bool()
     results = []
     for model in (ours, theirs):
         logits = model(x, attention_mask=mask).logits
         logits[seen].square().sum().backward()
         results.append((logits[seen].detach(), model.get_input_embeddings().weight.grad))
-    assert len(layers) == 2  # of one of the models
-    if name in integration.SAY_CAUSAL and not padded:
-        assert any(mask is None for mask in layers)  # of the layer without a window
+    assert layers == [None] * 2  # of one of the models
     for mine, expected in zip(*results, strict=True):
         assert bool(expected.abs().max() > 1e-3)
         assert_close(mine, expected)

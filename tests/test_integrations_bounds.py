@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import flashattn_lite as fa
-from flashattn_lite.integrations import bounds
+from flashattn_lite.integrations import bounds, packing
+from flashattn_lite.integrations import padding as paddings
 from flashattn_lite.integrations import transformers as integration
 from flashattn_lite.target import interpreting
 from tests import test_integrations
@@ -41,43 +42,49 @@ MODELS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `attention` is asked for."""
+    """What `attention` is asked for, and `attention_varlen`."""
     asked = []
 
     def spy(*tensors, **options):
-        asked.append(options)
-        return fa.attention(*tensors, **options)
+        asked.append({"packed": len(tensors) > 3, **options})
+        return (fa.attention_varlen if len(tensors) > 3 else fa.attention)(*tensors, **options)
 
     monkeypatch.setattr(integration, "attention", spy)
+    monkeypatch.setattr(packing, "attention_varlen", spy)
     return asked
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("padded", ["", "left", "right", "ones"])
+@pytest.mark.parametrize("padded", ["", "left", "left of little", "right", "ones"])
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_visit_what_their_mask_may_show(device, name, padded, mode, calls):
+def test_layers_visit_what_their_mask_may_show(device, name, padded, mode, calls, monkeypatch):
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 2 * 64 * 24 * 24 + (padded == "left of little"))
     ours, theirs = pair(name, device)
     x = tokens(device)
     mask = torch.ones_like(x)
-    if padded in ("left", "right"):
-        mask[0, slice(9) if padded == "left" else slice(-9, None)] = 0
+    if padded not in ("", "ones"):
+        mask[0, slice(-9, None) if padded == "right" else slice(9)] = 0
     given = {"attention_mask": mask} if padded else {}
     with mode():
         mine, expected = (model(x, **given).logits[mask.bool()] for model in (ours, theirs))
     assert_close(mine, expected)
     for options, window in zip(calls, MODELS[name], strict=True):
-        bare = padded not in ("left", "right")
-        assert (options["mask"] is None) == bare  # of windows too, and of a batch of which nothing is padded
-        if bare and window is None:
+        assert (options.get("mask") is None) == (padded != "left of little")
+        assert options["packed"] == (padded == "left")
+        lens = options.get("kv_lens")
+        assert (lens is not None) == (padded in ("left", "right"))
+        assert lens is None or lens.tolist() == ([0, 15, 0, 24] if padded == "left" else [15, 24])
+        if lens is None and window is None and padded != "left of little":
             assert options["causal"]
         else:
             assert options["window"] == (window and window - 1, 0)
-        assert options["q_start"] == 0
+        assert options.get("q_start", 0) == 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_second_prompt_beside_a_cache(device, name, padded, calls):
+def test_a_second_prompt_beside_a_cache(device, name, padded, calls, monkeypatch):
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 0)
     ours, theirs = pair(name, device)
     x = tokens(device)
     mask = torch.ones_like(x)
@@ -90,9 +97,10 @@ def test_a_second_prompt_beside_a_cache(device, name, padded, calls):
     assert_close(*logits)
     for options, window in zip(calls[2:], MODELS[name], strict=True):
         kept = 10 if window is None else WINDOW - 1  # of the keys before
-        assert options["q_start"] == kept
+        assert options.get("mask") is None
+        assert options["packed"] == (padded and window is None)  # a window begins behind the padding
+        assert options["packed"] or options["q_start"] == kept
         assert options["window"] == (window and window - 1, 0)
-        assert (options["mask"] is None) == (not padded or window is not None)  # which begins behind the padding
 
 
 @pytest.mark.skipif(not hasattr(transformers, "ModernBertConfig"), reason="not in this release")
@@ -111,9 +119,10 @@ def test_an_encoder_whose_window_looks_both_ways(device, padded, calls):
         with torch.no_grad():
             outs.append(model(tokens(device), attention_mask=mask).last_hidden_state[mask.bool()])
     assert_close(*outs)
-    windows = [options["window"] for options in calls if "window" in options]
-    assert windows == [(4, 4)] * 2  # every third layer sees all
-    assert [options["mask"] is None for options in calls] == [not padded] * 3
+    windows = [options.get("window", (None, None)) for options in calls]
+    assert windows == [(None, None), (4, 4), (4, 4)]  # every third layer sees all
+    assert [options["mask"] is None and not options["packed"] for options in calls] == [True] * 3
+    assert [options.get("kv_lens") is not None for options in calls] == [padded] * 3
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -137,7 +146,8 @@ def test_compiled(device, name, padded, calls):
 
 def band(bounds_, len_q, len_k):
     at = torch.arange(len_k) - torch.arange(len_q)[:, None] - bounds_.q_start
-    return (at <= bounds_.right) & (at >= -(len_k + len_q if bounds_.left is None else bounds_.left))
+    sides = [len_k + len_q + abs(bounds_.q_start) if x is None else x for x in (bounds_.left, bounds_.right)]
+    return (at <= sides[1]) & (at >= -sides[0])
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,13 +159,17 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     len_q, before, first = (data.draw(st.integers(low, 12)) for low in (1, 0, 0))
     first = min(first, before)
     len_k = len_q + before - first + data.draw(st.integers(0, 3))
-    padding = data.draw(st.sampled_from([None, "ones", "some", "short"]))
+    padding = data.draw(st.sampled_from([None, "ones", "some", "left", "right", "short"]))
     count = first + len_k - (padding == "short")
-    rows = [data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(2)]
-    padding = None if padding is None else torch.ones(2, count).bool() if padding != "some" else torch.tensor(rows)
-    kind = data.draw(st.sampled_from(["causal", "window", "window both ways", "chunk"]))
+    rows = torch.tensor([data.draw(st.lists(st.booleans(), min_size=count, max_size=count)) for _ in range(2)])
+    if padding in ("left", "right"):
+        rows = rows.sort(1, descending=padding == "right")[0]
+    padding = None if padding is None else rows if padding in ("some", "left", "right") else torch.ones(2, count).bool()
+    kind = data.draw(st.sampled_from(["causal", "all", "window", "window both ways", "chunk"]))
     function, local = masking_utils.causal_mask_function, None
-    if kind == "window":
+    if kind == "all":
+        function = masking_utils.bidirectional_mask_function
+    elif kind == "window":
         local = config.sliding_window
         function = masking_utils.sliding_window_causal_mask_function(local)
     elif kind == "window both ways":
@@ -170,7 +184,7 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
     if join is not None:
         function = join(function, lambda b, h, q, k: (q + k) % 3 == 0)
     options = {"local_size": local} if local else {}
-    causal = kind != "window both ways"
+    causal = kind not in ("all", "window both ways")
     options["allow_is_causal_skip"], options["allow_is_bidirectional_skip"] = (
         join is None and way for way in (causal, not causal)
     )
@@ -185,10 +199,22 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
         return
     seen = band(told, len_q, len_k)
     assert not (mask & ~seen).any()
-    if told.alone:
-        assert bool((mask == seen).all())
+    if told.padding is not None:
+        assert bool((mask == seen & keys_of(told.padding, len_k)).all())
     else:
         assert kind == "chunk" or padding is not None or ("window" in kind and chunk)
+
+
+def keys_of(padding, len_k):
+    """(B or 1, 1, 1, S): which keys the numbers leave."""
+    at = torch.arange(len_k)
+    if padding.ends is not None:
+        return (at < padding.ends[:, None])[:, None, None]
+    if padding.behind is not None:
+        starts = padding.behind.cu_seqlens_k.diff()[::2, None]
+        assert torch.equal(padding.behind.kv_lens[1::2], len_k - starts[:, 0])
+        return (at >= starts)[:, None, None]
+    return torch.ones(1, 1, 1, len_k, dtype=torch.bool)
 
 
 def told_mask(**options):
@@ -199,7 +225,7 @@ def told_mask(**options):
 
 def test_what_was_done_to_a_mask_since_is_noticed():
     mask = told_mask()
-    assert bounds.of(mask, 5, 9) == (4, None, 0, True, None, mask._version)
+    assert bounds.of(mask, 5, 9) == (4, None, 0, (None, None, None), None, mask._version)
     assert bounds.of(mask, 5, 8) is None
     for other in (mask[:, :, -5:], mask[..., :9], mask | False, mask.clone(), mask.float()):
         assert bounds.of(other, 5, 9) is None
@@ -214,26 +240,27 @@ def test_what_was_done_to_a_mask_since_is_noticed():
 
 def test_padding_is_not_read_where_others_may_run_what_is_made():
     padding = torch.ones(2, 9, dtype=torch.bool)
-    assert bounds.of(told_mask(attention_mask=padding), 5, 9).alone
+    assert bounds.of(told_mask(attention_mask=padding), 5, 9).padding == (None, None, None)
     seen = []
 
     def traced(x):
-        seen.append(bounds.nothing_padded(x, 0, 9))
+        seen.append(paddings.padding_of(x, 0, 9, None))
         return x.logical_not()
 
     torch.jit.trace(traced, padding, check_trace=False)
     torch.vmap(traced)(padding)
     torch.compile(traced, backend="eager")(padding)
     traced(padding.to("meta"))
-    assert seen == [False] * len(seen)
+    assert seen == [None] * len(seen)
     assert len(seen) >= 4
 
 
 def test_what_is_not_known():
     assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None  # of a static cache
-    assert bounds.of(told_mask(mask_function=masking_utils.bidirectional_mask_function), 5, 9) is None
+    bidirectional = told_mask(mask_function=masking_utils.bidirectional_mask_function)  # but may be skipped as causal
+    assert bounds.of(bidirectional, 5, 9) is None
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
-    assert bounds.of(told_mask(mask_function=chunks, local_size=3), 5, 9)[:4] == (4, None, 0, False)
+    assert bounds.of(told_mask(mask_function=chunks, local_size=3), 5, 9)[:4] == (4, None, 0, None)
     padding = torch.ones(2, 9, dtype=torch.bool)
     padding[0, 0] = False
     mask = told_mask(q_length=1, q_offset=8, attention_mask=padding)  # not worth a look in each step
@@ -250,7 +277,7 @@ def test_a_layer_compiled_by_itself_takes_the_mask_as_it_is():
         return x + (bounds.of(mask, 5, x.shape[0]) is not None)
 
     for before in range(4, 16):
-        padding = torch.arange(5 + before) >= torch.tensor([[0], [3]])
+        padding = torch.arange(5 + before) % torch.tensor([[3], [2]]) != 0
         mask = told_mask(kv_length=5 + before, q_offset=before, attention_mask=padding)
         assert not known(mask, torch.zeros(5 + before)).any()
     assert frames.frame_count <= 2

@@ -12,7 +12,9 @@ from torch._dynamo.testing import CompileCounter
 
 import flashattn_lite as fa
 from flashattn_lite.integrations import bounds, lazy_mask
+from flashattn_lite.integrations import padding as paddings
 from flashattn_lite.integrations.lazy_mask import LazyMask
+from flashattn_lite.integrations.padding import NOTHING_PADDED
 from tests.test_integrations import assert_close, pair, registered, tokens
 from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, masking_utils, told_mask
 
@@ -108,9 +110,9 @@ def test_who_reads_it_has_the_mask(read, mode, count):
 
 def test_what_is_written_into_it_stays():
     for write in (lambda x: x.__setitem__((0, 0, 0, 8), True), lambda x: x[..., 0, :].fill_(True), torch.Tensor.zero_):
-        mask, expected = (LazyMask((1, 1, 5, 9), torch.device("cpu"), (4, None, 0), None) for _ in range(2))
+        mask, expected = (LazyMask((1, 1, 5, 9), "cpu", (4, None, 0)) for _ in range(2))
         expected = expected.made().clone()
-        setattr(mask, bounds.NAME, bounds.Bounds(4, None, 0, True, None, mask._version))
+        setattr(mask, bounds.NAME, bounds.Bounds(4, None, 0, NOTHING_PADDED, None, mask._version))
         assert bounds.of(mask, 5, 9)
         for x in (mask, expected):
             write(x)
@@ -120,8 +122,14 @@ def test_what_is_written_into_it_stays():
 
 def test_attention_takes_it_as_a_mask(device):
     number = torch.tensor([[0] * 4 + [1] * 5, [0] * 9], device=device)
-    for given in (None, number):
-        mask = LazyMask((2, 1, 9, 9), torch.device(device), (0, 3, 0), given)
+    there = torch.arange(9, device=device) < torch.tensor([[4], [9]], device=device)
+    for band, *given in [
+        ((0, 3, 0),),
+        ((0, 3, 0), number),
+        ((0, None, 0), None, there),
+        ((0, None, None), None, there),
+    ]:
+        mask = LazyMask((2, 1, 9, 9), device, band, *given)
         assert mask.stride() == mask.made().stride()
         assert mask.data_ptr() == mask.made().data_ptr()
         q, k = (torch.randn(2, 3, 9, 16, device=device) for _ in range(2))
@@ -129,11 +137,12 @@ def test_attention_takes_it_as_a_mask(device):
             assert torch.equal(fa.attention(q, k, k, mask=mask), fa.attention(q, k, k, mask=mask.made()))
 
 
-@pytest.mark.parametrize("work", ["prompts", "packed", "second prompts"])
+@pytest.mark.parametrize("work", ["prompts", "packed", "second prompts", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
     """In one piece, and not anew for each length or cache; a window hides what it hides without a mask there too."""
     torch._dynamo.reset()
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 0)
     ours, theirs = pair(name, "cpu")
     frames = CompileCounter()
     for layer in ours.model.layers:
@@ -141,7 +150,10 @@ def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
     compiled = []
     for length in (24, 17, 19, 30):
         x = tokens("cpu", length=length)
-        given = {}
+        given, there = {}, torch.ones_like(x, dtype=torch.bool)
+        if work in ("left", "right"):
+            there[0, {"left": slice(5), "right": slice(-5, None)}[work]] = False
+            given = {"attention_mask": there.long()}
         if work == "packed":
             given = {"position_ids": torch.cat([torch.arange(10), torch.arange(length - 10)]).expand(2, -1)}
         logits = []
@@ -151,7 +163,7 @@ def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
                     cache = model(x[:, : length // 2])[1]
                     logits.append(model(x[:, length // 2 :], None, None, cache).logits)
                 else:
-                    logits.append(model(x, use_cache=False, **given).logits)
+                    logits.append(model(x, use_cache=False, **given).logits[there])
         assert_close(*logits)
         compiled.append(frames.frame_count)
     assert compiled[-1] == compiled[1] <= 8

@@ -57,7 +57,7 @@ def test_packed_sequences_are_read_off_a_mask(data):
     mask = make(masking_utils.and_masks(*parts))
     assert torch.equal(mask, masking_utils.sdpa_mask(mask_function=masking_utils.and_masks(*parts), **options))
     told = bounds.of(mask, length, length)
-    assert not told.alone
+    assert told.padding is None
     assert told.sequences.ends == told.sequences.cu_seqlens.tolist()
     apart = torch.block_diag(*[torch.ones(b - a, b - a) for a, b in itertools.pairwise(told.sequences.ends)]) == 1
     apart = torch.stack([apart[i : i + length, i : i + length] for i in range(0, batch * length, length)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashattn_lite.integrations.lazy_mask import Band, LazyMask, counting_versions
 from flashattn_lite.integrations.packing import Sequences, may_read, sequences_of
+from flashattn_lite.integrations.padding import Padding, padding_of
 
 ON_META = {"device": "meta", "attention_mask": None}
 NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
@@ -28,14 +29,20 @@ class Bounds(NamedTuple):
 
     q_start: int
     left: int | None
-    right: int
-    alone: bool  # that is all that it hides
-    sequences: Sequences | None  # which it keeps apart, too: with these it is alone
+    right: int | None
+    padding: Padding | None  # what else it hides, with this or with sequences; None: nobody knows
+    sequences: Sequences | None  # which it keeps apart
     version: int | None  # of the mask: whoever writes into it makes another; None in compiled code, which can't ask
+
+    def fits(self, query: Tensor) -> bool:
+        """Whether what it says of sequences of a batch, if it does, is of these (B, Hq, L, D)."""
+        there = None if self.padding is None else self.padding.there
+        return there is None or there.shape[0] == query.shape[0]
 
     def options(self) -> dict[str, Any]:
         """For `attention`."""
-        return {"q_start": self.q_start, "window": (self.left, self.right)}
+        kv_lens = None if self.padding is None else self.padding.ends
+        return {"q_start": self.q_start, "window": (self.left, self.right), "kv_lens": kv_lens}
 
 
 def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: dict[str, Any]) -> Tensor | None:
@@ -47,26 +54,25 @@ def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: d
     if described is None:
         return make()
     band, whole, sequences = described
-    count = options["kv_length"]
+    padding = None
+    if whole:
+        given, first, count = options.get("attention_mask"), options.get("kv_offset", 0), options["kv_length"]
+        causal_to_the_end = band[2] == 0 and band[0] + options["q_length"] == count
+        padding = padding_of(given, first, count, band[0] if causal_to_the_end else None)
+    if not may_be_lazy() or (padding is None and sequences is None):
+        with counting_versions():
+            mask = make()
     # On no device in particular a mask costs nothing, and says whether there is one.
-    lazy = may_be_lazy() and (sequences is not None or (whole and make(**ON_META) is not None))
-    mask = None if lazy else counted(make)
-    if mask is None and not lazy:
+    elif padding is not None and padding.there is None and make(**ON_META) is None:
         return None
-    alone = whole and nothing_padded(options.get("attention_mask"), options.get("kv_offset", 0), count)
-    if mask is None and (alone or sequences is not None):
-        shape, number = (options["batch_size"], 1, options["q_length"], count), sequences and sequences.number
-        mask = LazyMask(shape, options.get("device", "cpu"), band, number)
-    elif mask is None:
-        mask = counted(make)
+    else:
+        shape = options["batch_size"], 1, options["q_length"], options["kv_length"]
+        number = None if sequences is None else sequences.number
+        there = None if padding is None else padding.there
+        mask = LazyMask(shape, options.get("device", "cpu"), band, number, there)
     if mask is not None:
-        setattr(mask, NAME, Bounds(*band, alone, sequences, version_of(mask)))
+        setattr(mask, NAME, Bounds(*band, padding, sequences, version_of(mask)))
     return mask
-
-
-def counted(make: Callable[[], Tensor | None]) -> Tensor | None:
-    with counting_versions():
-        return make()
 
 
 def asked(config: Any, options: dict[str, Any]) -> tuple[Band, bool, Sequences | None] | None:
@@ -90,7 +96,7 @@ def asked(config: Any, options: dict[str, Any]) -> tuple[Band, bool, Sequences |
         if local is None and not causal(options.get("mask_function")):
             return None
         left, right = local - 1 if windowed else None, 0
-    elif windowed and options.get("allow_is_bidirectional_skip"):
+    elif options.get("allow_is_bidirectional_skip") and (windowed or unmasked(options.get("mask_function"))):
         left = right = local
     elif padding is None and (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
         left, right, sequences = None if local is None else local - 1, 0, sequences_of(number)
@@ -109,6 +115,13 @@ def causal(function: Any) -> bool:
     from transformers.masking_utils import causal_mask_function
 
     return function is causal_mask_function
+
+
+def unmasked(function: Any) -> bool:
+    """Whether a mask function hides nothing."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return function is bidirectional_mask_function
 
 
 def packed(function: Any, window: int | None) -> Tensor | None:
@@ -137,15 +150,6 @@ def enclosed(function: Any, maker: str, name: str) -> Any:
     if not function.__qualname__.startswith(f"{maker}.<locals>."):
         return None
     return inspect.getclosurevars(function).nonlocals.get(name)
-
-
-def nothing_padded(padding: Tensor | None, first: int, count: int) -> bool:
-    """Whether all of these keys are there, as far as anybody may look."""
-    if padding is None:
-        return True
-    if not may_read(padding):
-        return False
-    return padding.shape[-1] >= first + count and bool(padding[:, first : first + count].all())
 
 
 def of(mask: Tensor | None, len_q: int, len_k: int) -> Bounds | None:

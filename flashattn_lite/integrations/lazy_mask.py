@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-Band = tuple[int, int | None, int]  # q_start, left, right
+Band = tuple[int, int | None, int | None]  # q_start, left, right
 
 
 class LazyMask(Tensor):
-    """(B, 1, L, S) of booleans: whether i + q_start - left <= j <= i + q_start + right, in a sequence of its own.
+    """(B, 1, L, S) of booleans: whether i + q_start - left <= j <= i + q_start + right, and both are of one sequence.
 
     It has the mask's shape, strides, dtype and device, and no memory. Every other operation makes the mask and goes on
     with that, so that what operations return is no LazyMask; what is written into it is in the mask.
     """
 
-    band: Band
-    number: Tensor | None
+    of: tuple[Band, Tensor | None, Tensor | None]
     plain: Tensor | None  # the mask, once it is made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], device: torch.device | str, band: Band, number: Tensor | None) -> LazyMask:
-        """number: (B, L), of each token's sequence, where there are several in a row."""
-        len_q, len_k = shape[-2:]
-        strides = 0 if number is None else len_q * len_k, len_q * len_k, len_k, 1  # as `band_mask` has them
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device | str, band: Band, number: Tensor | None = None,
+        there: Tensor | None = None,
+    ) -> LazyMask:  # fmt: skip
+        """number: (B, L), of each token's sequence, where there are several in a row. there: (B, S), keys that are."""
         device = torch.empty(0, device=device).device  # which of several
         with counting_versions():
-            mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=torch.bool, device=device)
-        mask.band, mask.number, mask.plain = band, number, None
+            mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.of, mask.plain = (band, number, there), None
         return mask
 
     @classmethod
@@ -47,7 +47,7 @@ class LazyMask(Tensor):
         """The mask, as a tensor like any other."""
         if self.plain is None:
             with counting_versions():
-                self.plain = band_mask(self.shape, self.device, self.band, self.number)
+                self.plain = band_mask(self.shape, self.device, *self.of)
         return self.plain
 
     # What asks no operator:
@@ -67,17 +67,21 @@ class LazyMask(Tensor):
         return self.made().tolist()
 
 
-def band_mask(shape: tuple[int, ...], device: torch.device, band: Band, number: Tensor | None) -> Tensor:
-    q_start, left, right = band
+def band_mask(
+    shape: tuple[int, ...], device: torch.device, band: Band, number: Tensor | None, there: Tensor | None
+) -> Tensor:
     """The mask that a LazyMask of these stands for."""
+    q_start, left, right = band
     rows = torch.arange(shape[-2], device=device)[:, None] + q_start
     keys = torch.arange(shape[-1], device=device)
-    seen = keys <= rows + right
+    seen = torch.ones((), dtype=torch.bool, device=device) if right is None else keys <= rows + right
     if left is not None:
-        seen &= keys >= rows - left
+        seen = seen & (keys >= rows - left)
     if number is not None:
-        seen = (number[:, None, :, None] == number[:, None, None, :]) & seen
-    return seen.expand(shape)
+        seen = seen & (number[:, None, :, None] == number[:, None, None, :])
+    if there is not None:
+        seen = seen & there[:, None, None, :]
+    return seen.expand(shape).contiguous()
 
 
 def counting_versions() -> AbstractContextManager[Any]:

@@ -36,15 +36,16 @@ def register(name: str = "attn_lite") -> None:
             FlashAttention, nor one of its own. Once more does nothing.
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
-    that they would say. Keys that causality or a window hides are not read, and where nothing is padded no mask of all
-    pairs is made, unless the model reads it (from transformers 5.8 on; not of a static cache): in compiled code a model
-    must not write into a mask. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of
-    keys. Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by
-    position_ids that start anew, if the model hands them to its masks: of those compiled code makes a mask of all pairs
-    and reads it. Beside a cache such sequences are not kept apart; there, or by lengths alone, chunks (Llama 4) are
-    counted from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there.
-    Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
-    keys are read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
+    that they would say. Keys that causality, a window or padding hides are not read, and no mask of all pairs is made,
+    unless the model reads it (from transformers 5.8 on; not of a static cache, nor of padding in compiled code or on
+    both sides of a batch): in compiled code a model must not write into a mask. Grouped heads, soft caps (Gemma) and
+    sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept apart by `cu_seq_lens_q` and
+    `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the model hands them to its masks:
+    of those compiled code makes a mask of all pairs and reads it. Beside a cache such sequences are not kept apart;
+    there, or by lengths alone, chunks (Llama 4) are counted from the row's start and Doge chooses among all of it: pack
+    by position_ids with `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3)
+    become a mask, as for torch's function: all keys are read still. Such models pack by position_ids, MiniMax-M3 not at
+    all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column
@@ -242,12 +243,18 @@ def attention_forward(
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     distance: dict[str, Any] = {"causal": causal, "q_start": 0 if causal else None}  # a static cache has room for more
-    told = told if indices is None and block_indices is None else None  # which hide more, by the mask that there is
+    if indices is not None or block_indices is not None or (told is not None and not told.fits(query)):
+        told = None  # what is chosen hides more, by the mask that there is
     sequences = told.sequences if told is not None and position_bias is None else None
     if told is not None and sequences is not None and sequences.are(query, cu_seq_lens_q, cu_seq_lens_k):
         return sequences.attend(query, key, value, {"window": (told.left, told.right), **options}), None
     if told is not None and cu_seq_lens_q is None:
-        distance, attention_mask = told.options(), None if told.alone else attention_mask
+        distance, padding = told.options(), told.padding
+        behind = None if padding is None else padding.behind
+        if behind is not None and position_bias is None and behind.is_worth_it(query, key):
+            return behind.attend(query, key, value, {"window": (told.left, told.right), **options}), None
+        if padding is not None and behind is None:
+            attention_mask = None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         cu_seqlens = cu_seq_lens_q.int(), cu_seq_lens_k.int()
         unmasked = attention_mask is None and position_bias is None and indices is None and block_indices is None

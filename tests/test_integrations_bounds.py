@@ -212,7 +212,7 @@ def keys_of(padding, len_k):
         return (at < padding.ends[:, None])[:, None, None]
     if padding.behind is not None:
         starts = padding.behind.cu_seqlens_k.diff()[::2, None]
-        assert torch.equal(padding.behind.kv_lens[1::2], len_k - starts[:, 0])
+        assert torch.equal(padding.behind.kv_lens[1::2], padding.behind.keys - starts[:, 0])
         return (at >= starts)[:, None, None]
     return torch.ones(1, 1, 1, len_k, dtype=torch.bool)
 
@@ -244,7 +244,7 @@ def test_padding_is_not_read_where_others_may_run_what_is_made():
     seen = []
 
     def traced(x):
-        seen.append(paddings.padding_of(x, 0, 9, None))
+        seen.append(paddings.padding_of(x, 0, 9, 9, None))
         return x.logical_not()
 
     torch.jit.trace(traced, padding, check_trace=False)
@@ -256,7 +256,10 @@ def test_padding_is_not_read_where_others_may_run_what_is_made():
 
 
 def test_what_is_not_known():
-    assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None  # of a static cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.jit, "is_tracing", lambda: True)  # into a graph that others may run
+        assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9) is None  # of a static cache
+    assert bounds.of(told_mask(q_offset=torch.tensor(4)), 5, 9).q_start == 4
     bidirectional = told_mask(mask_function=masking_utils.bidirectional_mask_function)  # but may be skipped as causal
     assert bounds.of(bidirectional, 5, 9) is None
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))

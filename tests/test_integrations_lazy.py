@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import numpy as np
@@ -16,7 +17,7 @@ from flashattn_lite.integrations import padding as paddings
 from flashattn_lite.integrations.lazy_mask import LazyMask
 from flashattn_lite.integrations.padding import NOTHING_PADDED
 from tests.test_integrations import assert_close, pair, registered, tokens
-from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, masking_utils, told_mask
+from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, masking_utils, told_mask, transformers
 
 __all__ = ["registered"]  # a fixture of all that is here
 pytestmark = UNLESS_IT_IS_SAID
@@ -25,29 +26,26 @@ POSITIONS = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)  # of 
 
 @pytest.fixture
 def count(monkeypatch):
-    """How often a mask was made."""
+    """How often a mask was made, by transformers or by us; on no device none is."""
     masks = []
-    make = lazy_mask.band_mask
-    monkeypatch.setattr(lazy_mask, "band_mask", lambda *given: masks.append(given) or make(*given))
+
+    def counted(make, *given, **options):
+        mask = make(*given, **options)
+        if mask is not None and mask.device.type != "meta":
+            masks.append(mask)
+        return mask
+
+    for module, name in ((lazy_mask, "band_mask"), (masking_utils, "sdpa_mask")):
+        monkeypatch.setattr(module, name, functools.partial(counted, getattr(module, name)))
     return lambda: len(masks)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("work", ["prompt", "ones", "second prompt", "packed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_layer_has_a_mask_of_all_pairs_made(device, name, work, mode, count, monkeypatch):
-    """Nor has transformers: what it gives its masks is of one row or column, but for one of padding."""
+def test_no_mask_of_all_pairs_is_made(device, name, work, mode, count):
     ours, theirs = pair(name, device)
-    x = tokens(device)
-    logits, made_elsewhere = [], []
-    sdpa_mask = masking_utils.sdpa_mask
-
-    def spy(*args, **options):
-        mask = sdpa_mask(*args, **options)
-        made_elsewhere.append(mask is not None and mask.device.type != "meta")
-        return mask
-
-    monkeypatch.setattr(masking_utils, "sdpa_mask", spy)
+    x, logits = tokens(device), []
     with mode():
         for model in (ours, theirs):
             given = {"prompt": {}, "ones": {"attention_mask": torch.ones_like(x)}}.get(work, {})
@@ -59,9 +57,28 @@ def test_no_layer_has_a_mask_of_all_pairs_made(device, name, work, mode, count, 
             else:
                 logits.append(model(x, **given).logits)
             if model is ours:
-                assert not any(made_elsewhere) or (name, work) == ("gpt_oss", "packed")  # hands its masks no positions
                 assert count() == 0
     assert_close(*logits)
+
+
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nor_beside_a_cache_of_a_fixed_size(device, name, padded, count, monkeypatch):
+    """Two prompts in room for more; padding of the first, and of the second, behind which there is but room."""
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 0)
+    x, logits = tokens(device), []
+    there = torch.ones_like(x)
+    there[0, {"": slice(0), "left": slice(4), "right": slice(-4, None)}[padded]] = 0
+    ours, theirs = pair(name, device)
+    for model in (ours, theirs):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+        with torch.no_grad():
+            for part, end in ((slice(10), 10), (slice(10, 24), 24)):
+                out = model(x[:, part], there[:, :end] if padded else None, None, cache).logits
+                logits.append(out[there[:, part].bool()])
+        assert model is theirs or count() == 0
+    for mine, expected in zip(logits[:2], logits[2:], strict=True):
+        assert_close(mine, expected)
 
 
 READS = {
@@ -100,12 +117,12 @@ def test_who_reads_it_has_the_mask(read, mode, count):
         assert (mask.shape, mask.dtype, mask.device) == (expected.shape, expected.dtype, expected.device)
         assert mask.dim() == expected.dim()
         assert not mask.is_floating_point()
-        assert count() == 0
+        before = count()
         got = READS[read](mask)
         assert type(got) is LazyMask or torch.equal(got, expected)
         assert torch.equal(mask.made(), expected)
         assert torch.equal(mask, expected)
-        assert count() == 1
+        assert count() == before + 1
 
 
 def test_what_is_written_into_it_stays():

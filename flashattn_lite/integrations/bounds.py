@@ -54,19 +54,19 @@ def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: d
     if described is None:
         return make()
     band, whole, sequences = described
-    padding = None
+    first, room, padding = options.get("kv_offset", 0), options.get("kv_length", 0), None
     if whole:
-        given, first, count = options.get("attention_mask"), options.get("kv_offset", 0), options["kv_length"]
-        causal_to_the_end = band[2] == 0 and band[0] + options["q_length"] == count
-        padding = padding_of(given, first, count, band[0] if causal_to_the_end else None)
+        ends = band[2] == 0 and band[0] >= 0 and band[0] + options["q_length"] <= room  # with the last query's own key
+        count, before = (band[0] + options["q_length"], band[0]) if ends else (room, None)
+        padding = padding_of(options.get("attention_mask"), first, count, room, before)
     if not may_be_lazy() or (padding is None and sequences is None):
         with counting_versions():
             mask = make()
     # On no device in particular a mask costs nothing, and says whether there is one.
-    elif padding is not None and padding.there is None and make(**ON_META) is None:
+    elif padding is not None and padding.there is None and make(**ON_META, q_offset=band[0] + first) is None:
         return None
     else:
-        shape = options["batch_size"], 1, options["q_length"], options["kv_length"]
+        shape = options["batch_size"], 1, options["q_length"], room
         number = None if sequences is None else sequences.number
         there = None if padding is None else padding.there
         mask = LazyMask(shape, options.get("device", "cpu"), band, number, there)
@@ -81,11 +81,15 @@ def asked(config: Any, options: dict[str, Any]) -> tuple[Band, bool, Sequences |
     (q_start, left, right); whether that is all that it hides, but for padding; which sequences it keeps apart.
 
     Source: transformers 5.24, create_causal_mask and create_(bidirectional_)sliding_window_..., for what options mean.
-    Before 5.8 they say otherwise where queries begin, and a static cache has a number on the GPU for it: not known.
+    Before 5.8 they say otherwise where queries begin: not known.
     """
     q_start, kv_start = options.get("q_offset"), options.get("kv_offset", 0)
-    if options.get("q_length", 1) == 1 or q_start is None or isinstance(q_start, Tensor):
+    if options.get("q_length", 1) == 1 or q_start is None:
         return None
+    if isinstance(q_start, Tensor):  # of a static cache
+        if not may_read(q_start):
+            return None
+        q_start = int(q_start)
     local: Any = options.get("local_size")
     chunk, padding = getattr(config, "attention_chunk_size", None), options.get("attention_mask")
     windowed = local is not None and chunk is None and local == getattr(config, "sliding_window", None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flashattn_lite.integrations.packing import attend_apart, may_read
 
@@ -34,13 +35,15 @@ class Behind(NamedTuple):
     cu_seqlens_q: Tensor  # (2 B + 1,) int32
     cu_seqlens_k: Tensor
     kv_lens: Tensor  # (2 B,) int32
+    keys: int  # of each row, at most: what lies behind them in a cache is not copied
 
-    def is_worth_it(self, query: Tensor, key: Tensor) -> bool:
-        return query.numel() * key.shape[2] >= WORTH_COPIES
+    def is_worth_it(self, query: Tensor) -> bool:
+        return query.numel() * self.keys >= WORTH_COPIES
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """(B, L, Hq, Dv); query, key, value (B, H, L or S, D)."""
-        longest = {"max_seqlen_q": query.shape[2], "max_seqlen_k": key.shape[2]}
+        key, value = key[:, :, : self.keys], value[:, :, : self.keys]
+        longest = {"max_seqlen_q": query.shape[2], "max_seqlen_k": self.keys}
         cu_seqlens = self.cu_seqlens_q, self.cu_seqlens_k
         return attend_apart(query, key, value, cu_seqlens, {"kv_lens": self.kv_lens, **longest, **options})
 
@@ -48,17 +51,19 @@ class Behind(NamedTuple):
 NOTHING_PADDED = Padding(None, None, None)
 
 
-def padding_of(keys: Tensor | None, first: int, count: int, before: int | None) -> Padding | None:
-    """Of `count` keys from the `first` on, of which a mask is; keys (B, some) of booleans: whether one is there.
+def padding_of(given: Tensor | None, first: int, count: int, room: int, before: int | None) -> Padding | None:
+    """Of `count` keys from the `first` on; given (B, some) of booleans: whether one is there, none past its end.
 
-    before: how many of them come before the first query, where the last query sees the last of them and none sees a
-    later one; else None. Returns None where numbers can't say it, or nobody may look.
+    room: keys that a mask is of, with those behind that no query sees. before: how many come before the first query,
+    where the last query sees the last of `count`; else None. Returns None where numbers can't say it, or nobody may
+    look.
     """
-    if keys is None:
+    if given is None:
         return NOTHING_PADDED
-    if not may_read(keys) or keys.shape[-1] < first + count:
+    if not may_read(given):
         return None
-    there = keys[:, first : first + count]
+    there = given[:, first : first + count]
+    there = functional.pad(there, (0, count - there.shape[1]))
     changes = there[:, :-1] != there[:, 1:]
     # One look at the GPU for all of it.
     everything, falls, rises = torch.stack(
@@ -66,7 +71,7 @@ def padding_of(keys: Tensor | None, first: int, count: int, before: int | None) 
     ).tolist()
     if everything:
         return NOTHING_PADDED
-    seen = there.sum(1, dtype=torch.int32)
+    seen, there = there.sum(1, dtype=torch.int32), functional.pad(there, (0, room - count))
     if not rises:
         return Padding(there, seen, None)
     if falls or before is None:
@@ -74,7 +79,8 @@ def padding_of(keys: Tensor | None, first: int, count: int, before: int | None) 
     starts = count - seen
     padded = (starts - before).clamp(min=0)  # queries
     kv_lens = torch.stack([torch.zeros_like(seen), seen], 1).flatten()
-    return Padding(there, None, Behind(by_turns(padded, count - before), by_turns(starts, count), kv_lens))
+    behind = Behind(by_turns(padded, count - before), by_turns(starts, count), kv_lens, count)
+    return Padding(there, None, behind)
 
 
 def by_turns(starts: Tensor, length: int) -> Tensor:

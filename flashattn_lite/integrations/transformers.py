@@ -37,15 +37,15 @@ def register(name: str = "attn_lite") -> None:
 
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Keys that causality, a window or padding hides are not read, and no mask of all pairs is made,
-    unless the model reads it (from transformers 5.8 on; not of a static cache, nor of padding in compiled code or on
-    both sides of a batch): in compiled code a model must not write into a mask. Grouped heads, soft caps (Gemma) and
-    sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept apart by `cu_seq_lens_q` and
-    `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the model hands them to its masks:
-    of those compiled code makes a mask of all pairs and reads it. Beside a cache such sequences are not kept apart;
-    there, or by lengths alone, chunks (Llama 4) are counted from the row's start and Doge chooses among all of it: pack
-    by position_ids with `use_cache=False` there. Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3)
-    become a mask, as for torch's function: all keys are read still. Such models pack by position_ids, MiniMax-M3 not at
-    all: no indexer is told of `cu_seq_lens_q`.
+    unless the model reads it (from transformers 5.8 on; not, in compiled code, of a static cache or padding, nor of
+    padding on both sides of a batch): in compiled code a model must not write into a mask. Grouped heads, soft caps
+    (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept apart by
+    `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the model
+    hands them to its masks: of those compiled code makes a mask of all pairs and reads it. Beside a cache such
+    sequences are not kept apart; there, or by lengths alone, chunks (Llama 4) are counted from the row's start and Doge
+    chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that a model's indexer chooses
+    (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are read still. Such models pack
+    by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column
@@ -251,7 +251,7 @@ def attention_forward(
     if told is not None and cu_seq_lens_q is None:
         distance, padding = told.options(), told.padding
         behind = None if padding is None else padding.behind
-        if behind is not None and position_bias is None and behind.is_worth_it(query, key):
+        if behind is not None and position_bias is None and behind.is_worth_it(query):
             return behind.attend(query, key, value, {"window": (told.left, told.right), **options}), None
         if padding is not None and behind is None:
             attention_mask = None

@@ -339,6 +339,7 @@ TABLES: dict[str, Callable[[Read], list[str]]] = {
     "decode_mixed": lambda read: decode_mixed(read("decode_mixed")),
     "shapes": lambda read: shapes(read("shapes")),
     "models": lambda read: models(read("models")),
+    "models_padded": lambda read: models(read("models_padded")),
     "host_time": lambda read: host_time(read("host_time")),
     "first_call": lambda read: first_call(read("first_call")),
     "backward": lambda read: backward(read("backward")),

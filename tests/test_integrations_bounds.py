@@ -150,7 +150,7 @@ def band(bounds_, len_q, len_k):
     return (at <= sides[1]) & (at >= -sides[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_mask_shows_nothing_beyond_its_bounds(data):
     config = transformers.LlamaConfig()
@@ -180,7 +180,7 @@ def test_a_mask_shows_nothing_beyond_its_bounds(data):
         function = masking_utils.chunked_causal_mask_function(local, torch.zeros(2, dtype=torch.int64))
     if chunk:
         config.attention_chunk_size = chunk
-    join = data.draw(st.sampled_from([None, masking_utils.and_masks, masking_utils.or_masks]))
+    join = data.draw(st.sampled_from([None, None, None, None, masking_utils.and_masks, masking_utils.or_masks]))
     if join is not None:
         function = join(function, lambda b, h, q, k: (q + k) % 3 == 0)
     options = {"local_size": local} if local else {}
@@ -219,8 +219,8 @@ def keys_of(padding, len_k):
 
 def told_mask(**options):
     given = {"batch_size": 2, "q_length": 5, "kv_length": 9, "q_offset": 4, **options}
-    given = {"mask_function": masking_utils.causal_mask_function, **given}
-    return integration.attention_mask(config=transformers.LlamaConfig(), device=torch.device("cpu"), **given)
+    given = {"mask_function": masking_utils.causal_mask_function, "device": torch.device("cpu"), **given}
+    return integration.attention_mask(config=transformers.LlamaConfig(), **given)
 
 
 def test_what_was_done_to_a_mask_since_is_noticed():

@@ -16,6 +16,7 @@ from flashattn_lite.integrations import bounds, lazy_mask
 from flashattn_lite.integrations import padding as paddings
 from flashattn_lite.integrations.lazy_mask import LazyMask
 from flashattn_lite.integrations.padding import NOTHING_PADDED
+from flashattn_lite.integrations.transformers import attention_forward
 from tests.test_integrations import assert_close, pair, registered, tokens
 from tests.test_integrations_bounds import MODELS, UNLESS_IT_IS_SAID, masking_utils, told_mask, transformers
 
@@ -79,6 +80,45 @@ def test_nor_beside_a_cache_of_a_fixed_size(device, name, padded, count, monkeyp
         assert model is theirs or count() == 0
     for mine, expected in zip(logits[:2], logits[2:], strict=True):
         assert_close(mine, expected)
+
+
+ALL_SEE_ALL = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False,
+               "allow_is_bidirectional_skip": True, "q_offset": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("padded", "options", "known"),
+    [
+        ([3, 0], {}, "behind"),
+        ([0, -2], {}, "ends"),
+        ([0, -9], {}, "ends"),  # which sees nothing
+        ([3, -2], {}, None),  # on either side
+        ([0, -2], ALL_SEE_ALL, "ends"),  # as encoders have it, and what looks at them
+        ([0, -6], ALL_SEE_ALL, "ends"),
+        ([3, 0], ALL_SEE_ALL, None),  # rows of padding see keys
+        ([6, 0], {"q_offset": 2, "kv_length": 9}, "behind"),  # two keys behind are not there yet
+        ([6, -1], {"q_offset": 2, "kv_length": 9}, "behind"),
+        ([0, 0], {"q_offset": 2, "kv_length": 9}, "all"),
+    ],
+)
+def test_which_padding_is_told_by_numbers(padded, options, known):
+    there = torch.ones(2, 9, dtype=torch.bool)
+    for row, count in enumerate(padded):
+        there[row, slice(count) if count > 0 else slice(9 + count, None)] = False
+    told = bounds.of(told_mask(attention_mask=there, local_size=None, **options), 5, 9)
+    found = None if told is None or told.padding is None else told.padding
+    names = {"ends": "ends", "behind": "behind"}
+    assert {name for name in names if getattr(found, name, None) is not None} == ({known} & names.keys())
+    assert (found is None) == (known is None)
+
+
+def test_padding_of_a_batch_of_one_stays_a_mask_for_more(device):
+    there = torch.arange(9, device=device)[None] < 6
+    mask = told_mask(batch_size=1, attention_mask=there, device=torch.device(device))
+    q, k = torch.randn(3, 2, 5, 16, device=device), torch.randn(3, 2, 9, 16, device=device)
+    out, _ = attention_forward(torch.nn.Module(), q, k, k, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask.made())
+    assert_close(out.transpose(1, 2), expected)
 
 
 READS = {

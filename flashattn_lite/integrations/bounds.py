@@ -1,4 +1,4 @@
-"""What a mask of transformers hides by distance alone, told beside it: kernels then skip what they would read hidden.
+"""What a mask of transformers hides, in numbers told beside it: kernels then skip what they would read hidden.
 
 A padded batch has a mask that is causal, too, and a layer with a window has one from a prompt of that length on: all
 L x S pairs of booleans. Who knows where the mask ends before and behind each query visits those keys alone; and where
@@ -20,7 +20,7 @@ from flashattn_lite.integrations.lazy_mask import Band, LazyMask, counting_versi
 from flashattn_lite.integrations.packing import Sequences, may_read, sequences_of
 from flashattn_lite.integrations.padding import Padding, padding_of
 
-ON_META = {"device": "meta", "attention_mask": None}
+ON_META = {"device": "meta", "attention_mask": None}  # of no memory, and of a batch of which nothing is padded
 NAME = "_flashattn_lite_bounds"  # of a mask: what is cut out of it, or made of it, has none
 
 
@@ -62,7 +62,7 @@ def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: d
     if not may_be_lazy() or (padding is None and sequences is None):
         with counting_versions():
             mask = make()
-    # On no device in particular a mask costs nothing, and says whether there is one.
+    # Where a flag says all, transformers makes none: on no device in particular it costs nothing to ask.
     elif padding is not None and padding.there is None and make(**ON_META, q_offset=band[0] + first) is None:
         return None
     else:
@@ -100,7 +100,9 @@ def asked(config: Any, options: dict[str, Any]) -> tuple[Band, bool, Sequences |
         if local is None and not causal(options.get("mask_function")):
             return None
         left, right = local - 1 if windowed else None, 0
-    elif options.get("allow_is_bidirectional_skip") and (windowed or unmasked(options.get("mask_function"))):
+    elif options.get("allow_is_bidirectional_skip") and (
+        windowed or (local is None and unmasked(options.get("mask_function")))
+    ):
         left = right = local
     elif padding is None and (number := packed(options.get("mask_function"), local)) is not None and may_read(number):
         left, right, sequences = None if local is None else local - 1, 0, sequences_of(number)

@@ -1,4 +1,4 @@
-"""A mask that is made when somebody reads it: what is known of it by numbers, attention need not read."""
+"""A mask that is made when somebody reads it. Attention, which has what it says in numbers, does not."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class LazyMask(Tensor):
     of: tuple[Band, Tensor | None, Tensor | None]
     plain: Tensor | None  # the mask, once it is made
 
+    # Else what operations return would be of this class, too.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

@@ -121,6 +121,19 @@ def test_padding_of_a_batch_of_one_stays_a_mask_for_more(device):
     assert_close(out.transpose(1, 2), expected)
 
 
+@pytest.mark.parametrize("padded", [slice(3), slice(-3, None)])
+def test_a_bias_is_added_beside_padding(device, padded, monkeypatch):
+    monkeypatch.setattr(paddings, "WORTH_COPIES", 0)
+    there = torch.ones(2, 9, dtype=torch.bool, device=device)
+    there[0, padded] = False
+    mask = told_mask(q_length=9, q_offset=0, attention_mask=there, device=torch.device(device))
+    q, bias = torch.randn(2, 4, 9, 16, device=device), torch.randn(1, 4, 9, 9, device=device)
+    out, _ = attention_forward(torch.nn.Module(), q, q, q, mask, position_bias=bias)
+    both = bias.masked_fill(~mask.made(), float("-inf"))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=both).transpose(1, 2)
+    assert_close(out[there], expected[there])
+
+
 READS = {
     "operators": lambda mask: mask & True,
     "a slice": lambda mask: mask[..., :],
@@ -194,6 +207,14 @@ def test_attention_takes_it_as_a_mask(device):
             assert torch.equal(fa.attention(q, k, k, mask=mask), fa.attention(q, k, k, mask=mask.made()))
 
 
+def test_what_was_written_into_it_is_noticed_in_compiled_code():
+    known = torch.compile(lambda mask, x: x + (bounds.of(mask, 5, 9) is not None), backend="eager", fullgraph=True)
+    mask = told_mask()
+    assert known(mask, torch.zeros(1)) == 1
+    mask[0, 0, 0, 8] = True
+    assert known(mask, torch.zeros(1)) == 0
+
+
 @pytest.mark.parametrize("work", ["prompts", "packed", "second prompts", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
@@ -212,7 +233,9 @@ def test_layers_that_are_compiled_by_themselves(name, work, monkeypatch):
             there[0, {"left": slice(5), "right": slice(-5, None)}[work]] = False
             given = {"attention_mask": there.long()}
         if work == "packed":
-            given = {"position_ids": torch.cat([torch.arange(10), torch.arange(length - 10)]).expand(2, -1)}
+            parts = [2] * len(compiled) + [10]  # of more and more texts
+            positions = torch.cat([torch.arange(n) for n in (*parts, length - sum(parts))])
+            given = {"position_ids": positions.expand(2, -1)}
         logits = []
         with torch.no_grad():
             for model in (ours, theirs):

@@ -38,14 +38,14 @@ def register(name: str = "attn_lite") -> None:
     Masks are those that transformers makes for torch's function: boolean, or none where causality or nothing is all
     that they would say. Keys that causality, a window or padding hides are not read, and no mask of all pairs is made,
     unless the model reads it (from transformers 5.8 on; not, in compiled code, of a static cache or padding, nor of
-    padding on both sides of a batch): in compiled code a model must not write into a mask. Grouped heads, soft caps
-    (Gemma) and sinks (gpt-oss) are taken as they are: no copies of keys. Packed sequences are kept apart by
-    `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by position_ids that start anew, if the model
-    hands them to its masks: of those compiled code makes a mask of all pairs and reads it. Beside a cache such
-    sequences are not kept apart; there, or by lengths alone, chunks (Llama 4) are counted from the row's start and Doge
-    chooses among all of it: pack by position_ids with `use_cache=False` there. Keys that a model's indexer chooses
-    (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all keys are read still. Such models pack
-    by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
+    padding on both sides of a batch, or on the left of a small one or of an encoder's): in compiled code a model must
+    not write into a mask. Grouped heads, soft caps (Gemma) and sinks (gpt-oss) are taken as they are: no copies of
+    keys. Packed sequences are kept apart by `cu_seq_lens_q` and `cu_seq_lens_k`, as a model hands them on, or by
+    position_ids that start anew, if the model hands them to its masks: of those compiled code makes a mask of all pairs
+    and reads it. Beside a cache such sequences are not kept apart; there, or by lengths alone, chunks (Llama 4) are
+    counted from the row's start and Doge chooses among all of it: pack by position_ids with `use_cache=False` there.
+    Keys that a model's indexer chooses (DeepSeek-V3.2, GLM-5, MiniMax-M3) become a mask, as for torch's function: all
+    keys are read still. Such models pack by position_ids, MiniMax-M3 not at all: no indexer is told of `cu_seq_lens_q`.
 
     Raises:
         ImportError: transformers is not there, or older than 5.2: models of 5.0 and 5.1 hand over masks of one column

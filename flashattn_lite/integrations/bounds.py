@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
     q_start: int
     left: int | None
     right: int | None
-    padding: Padding | None  # what else it hides, with this or with sequences; None: nobody knows
+    padding: Padding | None  # what else it hides; None: not known, or told by sequences
     sequences: Sequences | None  # which it keeps apart
     version: int | None  # of the mask: whoever writes into it makes another; None in compiled code, which can't ask
 
@@ -54,16 +54,17 @@ def mask_with_bounds(make: Callable[..., Tensor | None], config: Any, options: d
     if described is None:
         return make()
     band, whole, sequences = described
+    q_start, _, right = band
     first, room, padding = options.get("kv_offset", 0), options.get("kv_length", 0), None
     if whole:
-        ends = band[2] == 0 and band[0] >= 0 and band[0] + options["q_length"] <= room  # with the last query's own key
-        count, before = (band[0] + options["q_length"], band[0]) if ends else (room, None)
+        end = q_start + options["q_length"]  # behind the last query's own key
+        count, before = (end, q_start) if right == 0 and q_start >= 0 and end <= room else (room, None)
         padding = padding_of(options.get("attention_mask"), first, count, room, before)
     if not may_be_lazy() or (padding is None and sequences is None):
         with counting_versions():
             mask = make()
     # Where a flag says all, transformers makes none: on no device in particular it costs nothing to ask.
-    elif padding is not None and padding.there is None and make(**ON_META, q_offset=band[0] + first) is None:
+    elif padding is not None and padding.there is None and make(**ON_META, q_offset=q_start + first) is None:
         return None
     else:
         shape = options["batch_size"], 1, options["q_length"], room
